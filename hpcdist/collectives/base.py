@@ -153,7 +153,7 @@ class Algorithm(AllReduce):
 class Scratch:
     """Working memory of one algorithm, kept between calls and grown on demand."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def empty_like(self, tensor: Tensor, count: int) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import sparse
@@ -52,7 +53,7 @@ class Threshold(Compressor):
         )
 
         @model_validator(mode="after")
-        def _one_of_them(self):
+        def _one_of_them(self) -> Self:
             if self.tau is not None and "density" in self.model_fields_set:
                 raise ValueError(
                     "strategy.compression.tau must be none where a density is given; got "

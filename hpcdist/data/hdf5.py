@@ -170,7 +170,7 @@ class HDF5Dataset(Dataset):
     def __enter__(self) -> HDF5Dataset:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict:

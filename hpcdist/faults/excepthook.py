@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from hpcdist import log
 from hpcdist.errors import CommunicationError, HpcdistError, place
@@ -31,7 +32,7 @@ def install(
     """
     previous = getattr(sys.excepthook, "previous", sys.excepthook)  # an earlier hook of this function is replaced
 
-    def hook(kind: type[BaseException], error: BaseException, trace) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         says_itself = isinstance(error, HpcdistError) and not isinstance(error, CommunicationError)
         if previous is not sys.__excepthook__ or (rank is None and not says_itself):
             previous(kind, error, trace)  # such as a debugger's or a notebook's

@@ -8,7 +8,7 @@ atomic for each element, so an element is averaged either before or after the ch
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import networkx as nx
 import torch
@@ -16,8 +16,10 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.chunks import alongside
+from hpcdist.comm.communicator import Communicator
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError, RankFailedError
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Flats, copy_all
@@ -62,7 +64,7 @@ class ADPSGD(Strategy):
         deaths="others continue",
     )
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         topology = make_topology(config.topology, comm)
         if not (topology.static and topology.symmetric):
             raise ConfigError(

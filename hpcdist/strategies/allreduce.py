@@ -10,13 +10,15 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import Trial
-from hpcdist.comm.communicator import Traffic
+from hpcdist.comm.communicator import Communicator, Traffic
 from hpcdist.compress import JointCompression, Reduction, spans
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
+from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
@@ -74,7 +76,7 @@ class AllReduce(Strategy):
         provider: ProviderConfig = Field(ProviderConfig(), description="the library that sums gradients")
 
         @model_validator(mode="after")
-        def _provider_alone(self):
+        def _provider_alone(self) -> Self:
             other = self.provider.name
             if self.provider and self.algorithm != "auto":
                 raise ValueError(
@@ -89,7 +91,7 @@ class AllReduce(Strategy):
             return self
 
         @model_validator(mode="after")
-        def _no_overlap_of_compression(self):
+        def _no_overlap_of_compression(self) -> Self:
             if self.compression and self.overlap == "on":
                 raise ValueError(
                     "strategy.overlap must be off or auto with strategy.compression, which sees all gradients before "
@@ -116,7 +118,7 @@ class AllReduce(Strategy):
     config: Config
     contract = Contract(averages="gradients", synchronizes="every step", closure="often", frozen="at any time")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         if self.adds_up and config.provider.op != "average":
             raise ConfigError(

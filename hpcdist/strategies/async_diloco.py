@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import attrgetter
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import copy_all
@@ -72,7 +75,7 @@ class AsyncDiLoCo(ServerStrategy):
         )
 
         @model_validator(mode="after")
-        def _rules_fit(self):
+        def _rules_fit(self) -> Self:
             if self.spread and self.rule != "delayed_nesterov":
                 raise ValueError(
                     f"strategy.spread must be 0 with strategy.rule {self.rule}, whose momentum is not delayed; got "
@@ -95,7 +98,7 @@ class AsyncDiLoCo(ServerStrategy):
     steps_on_workers = True
     config: Config
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         workers = len(self.roles.workers)
         every = workers if config.every is None else config.every

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from pydantic import Field
 
 from hpcdist.comm.chunks import alongside
+from hpcdist.comm.communicator import Communicator
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.decentralised.mixing import Mixing, rates
@@ -51,7 +53,7 @@ class D2(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         topology = make_topology(config.topology, comm)
         name = config.topology.name
         if not (topology.symmetric and topology.doubly_stochastic and topology.static):

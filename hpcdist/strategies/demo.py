@@ -6,14 +6,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction, Span, spans
 from hpcdist.compress.coding.blocks import Blocks
+from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.base import Update
 from hpcdist.strategies.synchronous.own_step import OwnStep, rate_of
 
 
@@ -63,7 +66,7 @@ class DeMo(OwnStep):
     plain: ClassVar = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
     advice: ClassVar = "torch.optim.SGD without momentum"
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         sent = {"name": "chunk_topk", "keep": config.keep, "side": config.side, "values": config.values}
         chosen = CompressionConfig.from_mapping({**sent, "decay": config.momentum}, "strategy")
@@ -73,7 +76,7 @@ class DeMo(OwnStep):
         self.state.reduction("sent", self._sum)
         self._components = self.state.scratch([torch.zeros_like(grad) for grad in model.grads])
 
-    def move(self, update) -> None:
+    def move(self, update: Update) -> None:
         stepped = {item.name for item in self.trained()}
         for slot in self.model.slots:
             if slot.name not in stepped:

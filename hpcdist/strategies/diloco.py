@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 from pydantic import Field
 
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.synchronous.fragments import Fragment
 from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic, outer_step
 
@@ -46,7 +48,7 @@ class DiLoCo(Periodic):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self.momentum = self.state.sharded("outer", self.common if config.outer_momentum else [], reshard="first")
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.compress.powersgd import add_product
 from hpcdist.errors import ConfigError, suggestion
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Update
 from hpcdist.strategies.common.gradients import shorten
 from hpcdist.strategies.synchronous.own_step import OwnStep, Trained, rate_of
@@ -57,7 +59,7 @@ class Dion(OwnStep):
     advice: ClassVar = "one of torch's"
     runs_optimizer = True  # for the others
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self._names_known = False
         self._momentum = self.state.sharded("momentum", model.params, reshard="mean")  # M

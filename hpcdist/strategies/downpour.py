@@ -9,7 +9,10 @@ from typing import Any, Literal, final
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, ServerRequest
@@ -111,7 +114,7 @@ class Downpour(ServerStrategy):
         )
 
         @model_validator(mode="after")
-        def _shards_have_a_rule_of_their_own(self):
+        def _shards_have_a_rule_of_their_own(self) -> Self:
             if self.servers == "colocated" and self.server_rule == "optimizer":
                 raise ValueError(
                     "must be 'adagrad' where strategy.servers is 'colocated': the job's own optimiser takes the "
@@ -129,7 +132,7 @@ class Downpour(ServerStrategy):
     steps_on_workers = True  # with Adagrad on the servers
     config: Config
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         warm_start = WarmStart(config.warm_start, self.roles.workers[0])
         self.compose(lambda: _Worker(self), lambda: _Server(self, warm_start))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
 from hpcdist import compress
 from hpcdist.comm.communicator import Communicator, Request
@@ -64,7 +65,7 @@ class DPSGD(Strategy):
         )
 
         @model_validator(mode="after")
-        def _copies_are_known_to_neighbours(self):
+        def _copies_are_known_to_neighbours(self) -> Self:
             if not self.compression.error_feedback or self.compression.warmup_ranks is not None:
                 raise ValueError(
                     "strategy.compression of dpsgd must be with error_feedback and without warmup_ranks, for every "
@@ -86,7 +87,7 @@ class DPSGD(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         topology = make_topology(config.topology, comm)
         if not (topology.symmetric and topology.doubly_stochastic):
             raise ConfigError(

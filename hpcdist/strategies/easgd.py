@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Update
 from hpcdist.strategies.server.elastic import ElasticConfig, Motion, tie_to_centre
@@ -56,6 +57,6 @@ class EASGD(ServerStrategy):
     )
     steps_on_workers = True
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         tie_to_centre(self, config, lambda: Plain(model))

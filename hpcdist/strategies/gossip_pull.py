@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from pydantic import Field
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.snapshot import Publication
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import copy_all
@@ -56,7 +58,7 @@ class GossipPull(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="never", memory="read by others", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)

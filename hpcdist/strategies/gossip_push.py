@@ -10,12 +10,14 @@ lost, counted twice or torn, and no rank waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.decentralised.peers import (
@@ -68,7 +70,7 @@ class GossipPush(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="never", memory="read by others", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)

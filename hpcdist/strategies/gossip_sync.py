@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from hpcdist.comm.chunks import alongside
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.decentralised.peers import MixingConfig, Peers, Wire
@@ -51,7 +54,7 @@ class GossipSync(Strategy):
         )
 
         @model_validator(mode="after")
-        def _pairs_are_of_two(self):
+        def _pairs_are_of_two(self) -> Self:
             if self.pairing == "matching" and not self.include_self:
                 raise ValueError(
                     "strategy.include_self must be true with strategy.pairing 'matching', whose pairs are of two ranks "
@@ -65,7 +68,7 @@ class GossipSync(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         self._wire = Wire(config.compression, model.params, self.state)

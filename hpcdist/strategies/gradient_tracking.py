@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.chunks import alongside
+from hpcdist.comm.communicator import Communicator
 from hpcdist.config import Named
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.decentralised.mixing import Mixing, conserving
@@ -51,7 +53,7 @@ class GradientTracking(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         topology = conserving(config.topology, comm, "gradient_tracking")
         super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, topology, overlap=False)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import ServerRequest
 from hpcdist.strategies.server.gradients import Policy, exchange_gradients
 from hpcdist.strategies.server.placement import FanIn
@@ -53,6 +55,6 @@ class Hardsync(ServerStrategy):
 
     contract = replace(ServerStrategy.contract, averages="gradients", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         exchange_gradients(self, HardsyncPolicy())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
 from hpcdist import collectives
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.synchronous.fragments import Fragment
@@ -51,7 +54,7 @@ class LocalSGD(Periodic):
         average_optimizer_state: bool = Field(False, description="also average the optimiser's moments")
 
         @model_validator(mode="after")
-        def _nodes_average_more_often(self):
+        def _nodes_average_more_often(self) -> Self:
             if self.node_period is not None and self.node_period >= self.period:
                 raise ValueError(
                     f"strategy.node_period must be less than strategy.period, {self.period}; got {self.node_period}. "
@@ -60,7 +63,7 @@ class LocalSGD(Periodic):
             return self
 
         @model_validator(mode="after")
-        def _no_overlapped_state(self):
+        def _no_overlapped_state(self) -> Self:
             # A mean merged one step late, v + (mean − v one step ago), may make a mean square negative.
             if self.overlap and self.average_optimizer_state:
                 raise ValueError(
@@ -75,7 +78,7 @@ class LocalSGD(Periodic):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self._node_mean: collectives.AllReduce | None = None  # this rank's node
         if config.node_period is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
 from pydantic import Field
 
 from hpcdist.comm.chunks import alongside
+from hpcdist.comm.communicator import Communicator
 from hpcdist.config import Named
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.decentralised.mixing import Mixing
@@ -56,7 +58,7 @@ class NoLoCo(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every period")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         groups = make_topology(
             Named(name="random_groups", group=config.group if comm.size > 1 else 1, seed=config.seed), comm
         )

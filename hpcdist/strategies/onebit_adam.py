@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 from pydantic import Field
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import spans
 from hpcdist.compress.coding.two_way import TwoWayMean
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.synchronous.adam import AdamStep, zero_untrained
 
 
@@ -46,7 +48,7 @@ class OneBitAdam(AdamStep):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))
         self.state.two_way("mean", self._mean)

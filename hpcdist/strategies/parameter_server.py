@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import ServerRequest
 from hpcdist.strategies.server.gradients import exchange_gradients
 from hpcdist.strategies.server.stale import StaleConfig, StalePolicy
@@ -44,6 +46,6 @@ class ParameterServer(ServerStrategy):
     class Config(StaleConfig):
         """Options of parameter_server."""
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         exchange_gradients(self, AsynchronousPolicy(config, len(self.roles.workers)), overlap=config.overlap)

@@ -8,8 +8,10 @@ import torch
 from pydantic import Field
 
 from hpcdist.comm.chunks import alongside
+from hpcdist.comm.communicator import Communicator
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.decentralised.mixing import Mixing, conserving, rates
@@ -48,7 +50,7 @@ class QGDSGD(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step", optimizer="SGD")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         topology = conserving(config.topology, comm, "qg_dsgd")
         super().__init__(config, comm, model, **kwargs)
         if self.optimizer is not None and comm.size > 1:

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
@@ -99,7 +100,7 @@ class Sandblaster(Strategy):
         max_evaluations: int = Field(20, ge=2, description="evaluations of the loss in one line search")
 
         @model_validator(mode="after")
-        def _searches(self):
+        def _searches(self) -> Self:
             if not self.c1 < self.c2:
                 raise ValueError(f"strategy.c1 must be less than strategy.c2; got {self.c1} and {self.c2}.")
             if self.on_nonfinite == "ignore":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.config import Named
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Flats
@@ -60,7 +62,7 @@ class SGP(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step", consensus="elsewhere")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         topology = make_topology(config.topology, comm)
         super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, topology, overlap=config.overlap)

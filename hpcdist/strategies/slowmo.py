@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import WIDE
 from hpcdist.config import Named
+from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
@@ -66,7 +69,7 @@ class SlowMo(Periodic):
         )
 
         @model_validator(mode="after")
-        def _has_a_base(self):
+        def _has_a_base(self) -> Self:
             if self.base.name not in ("local", *BASES):
                 raise ValueError(
                     f"strategy.base must be one of local, {', '.join(BASES)}; got {self.base.name}. Take one of them."
@@ -110,7 +113,7 @@ class SlowMo(Periodic):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         slow = [torch.zeros_like(x, dtype=WIDE.get(x.dtype)) for x in self.common]  # u
         self.momentum = self.state.sharded("slow", tensors=slow, reshard="first")

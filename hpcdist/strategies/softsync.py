@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 from pydantic import Field
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import ServerRequest
 from hpcdist.strategies.server.gradients import exchange_gradients
 from hpcdist.strategies.server.placement import FanIn
@@ -62,7 +64,7 @@ class Softsync(ServerStrategy):
 
     contract = replace(ServerStrategy.contract, averages="gradients")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         workers = len(self.roles.workers)
         if config.splits > workers and comm.size > 1:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from hpcdist import compress
 from hpcdist.compress import CompressionConfig, Compressor
@@ -66,7 +67,7 @@ class SparseLoCo(Periodic):
         )
 
         @model_validator(mode="after")
-        def _sends_parts(self):
+        def _sends_parts(self) -> Self:
             chosen = compress.load(self.compression.name)
             if not self.compression:
                 raise ValueError(

@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives, Work
-from hpcdist.comm.communicator import Traffic
+from hpcdist.comm.communicator import Communicator, Traffic
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 
@@ -70,7 +71,7 @@ class SPARTA(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self.alone = comm.size == 1
         self.calls = Collectives(comm, Traffic())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 from pydantic import Field
 
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import NOBODY, ServerRequest
 from hpcdist.strategies.server.gradients import Policy, exchange_gradients
 from hpcdist.strategies.server.strategy import ServerStrategy
@@ -88,6 +90,6 @@ class SSP(ServerStrategy):
 
     contract = replace(ServerStrategy.contract, averages="gradients")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         exchange_gradients(self, SSPPolicy(config.bound, self.placement.children))

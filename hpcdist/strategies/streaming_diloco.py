@@ -9,10 +9,13 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
 from hpcdist import compress
+from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.state import first, mean_of_ranks
 from hpcdist.strategies.synchronous.fragments import Fragment, split_layers
 from hpcdist.strategies.synchronous.periodic import Periodic, outer_step
@@ -80,7 +83,7 @@ class StreamingDiLoCo(Periodic):
         )
 
         @model_validator(mode="after")
-        def _merges_before_it_sends_again(self):
+        def _merges_before_it_sends_again(self) -> Self:
             if not self.lasts_a_period and self.delay >= self.period:
                 raise ValueError(
                     f"strategy.delay must be less than strategy.period, {self.period}, as a fragment is merged "
@@ -109,7 +112,7 @@ class StreamingDiLoCo(Periodic):
 
     config: Config
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         self.eager = config.merge == "eager"  # each rank has its own x and momentum
         self.of_ranks = "mean" if self.eager else "first"
         self.blend = None if self.eager or config.merge == "shift" else config.blend

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import networkx as nx
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
 from hpcdist.comm.chunks import alongside
-from hpcdist.comm.communicator import ANY, Request
+from hpcdist.comm.communicator import ANY, Communicator, Request
 from hpcdist.compress import CompressionConfig, Feedback, only_used, spans
 from hpcdist.compress.coding.reduction import join_messages, split_message
 from hpcdist.config import Named
 from hpcdist.errors import RankFailedError
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import copy_all
@@ -86,7 +88,7 @@ class Strom(Strategy):
         add_up: bool = Field(False, description="add the updates of all ranks; false averages them")
 
         @model_validator(mode="after")
-        def _trees_hold_what_they_pass_on(self):
+        def _trees_hold_what_they_pass_on(self) -> Self:
             if not self.compression.error_feedback and not load(self.topology.name).complete:
                 raise ValueError(
                     "strategy.compression.error_feedback must be true where strategy.topology is not complete, for "
@@ -97,7 +99,7 @@ class Strom(Strategy):
     config: Config
     contract = Contract(averages="parameters", synchronizes="never", deaths="others continue")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         # All others get the same message, so this rank's parameters change by the same message.

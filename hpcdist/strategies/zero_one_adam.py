@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import torch
 from pydantic import Field
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import spans
 from hpcdist.compress.coding.two_way import TwoWayMean
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import copy_all, zero_all
 from hpcdist.strategies.synchronous.adam import AdamStep, zero_untrained
@@ -65,7 +67,7 @@ class ZeroOneAdam(AdamStep):
     config: Config
     contract = replace(AdamStep.contract, averages="parameters")
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         model.keep_gradients([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
         self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))

@@ -8,6 +8,7 @@ all-reduce. Other reductions exchange the ranks' tensors, and combine them in ra
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class CallsByLibrary:
     def __init__(self, comm: Communicator, agree: Agree, fastest: Fastest):
         from hpcdist.comm.mpi.messages import MpiLibraryCalls  # starts MPI, which importing this must not
 
-        self.comm, self.size, self.library = comm, comm.size, MpiLibraryCalls(comm)
+        self.comm, self.size, self.library = comm, comm.size, MpiLibraryCalls(cast(Any, comm))
         self._agree, self._fastest, self._inbox = agree, fastest, Scratch()
 
     def all_reduce(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -19,6 +20,9 @@ from hpcdist.comm.capabilities import number_nodes
 from hpcdist.comm.mpi.calls import clock
 from hpcdist.comm.window import Memory, refuse_attached
 from hpcdist.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
 
@@ -50,7 +54,7 @@ class PeerMemory:
         self.pid = pid
         self._here, self._there = _Range(), _Range()
 
-    def _transfer(self, call, verb: str, local_address: int, address: int, n_bytes: int) -> None:
+    def _transfer(self, call: Any, verb: str, local_address: int, address: int, n_bytes: int) -> None:
         """Copy between this process and the peer by `call`, in as many system calls as needed."""
         if call is None:
             raise CommunicationError("cross-memory attach must be offered by the C library; this system has none.")
@@ -83,7 +87,7 @@ class AttachedMemory(Memory):
         mapped: views of all ranks' tensors in this process; empty if they are not mapped.
     """
 
-    def __init__(self, comm, tensor: Tensor, addresses: list[int], mapped: list[Tensor]):
+    def __init__(self, comm: MpiCommunicator, tensor: Tensor, addresses: list[int], mapped: list[Tensor]):
         super().__init__(tensor, [tensor.numel()] * comm.size, comm.rank, comm.traffic)
         self._addresses, self._parts = addresses, mapped
         self._peers = [] if mapped else [PeerMemory(pid) for pid in comm.pids]
@@ -126,7 +130,7 @@ def find_nodes(mpi: MPI.Intracomm) -> tuple[int, ...]:
     return number_nodes(firsts.tolist())
 
 
-def try_attach(comm) -> bool:
+def try_attach(comm: MpiCommunicator) -> bool:
     """Collective. Return whether each rank can read the memory of all other ranks of its node; tested by a secret."""
     secret = np.frombuffer(secrets.token_bytes(16), np.uint8).copy()
     secrets_of = comm.gather(secret.ctypes.data.to_bytes(8, "little") + secret.tobytes())

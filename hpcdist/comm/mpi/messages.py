@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from mpi4py import MPI
@@ -16,6 +17,9 @@ from torch import Tensor
 from hpcdist.comm.messages import check_graph
 from hpcdist.comm.mpi.calls import ALL_RANKS, Calls
 from hpcdist.comm.transfer import Neighbourhood, Request
+
+if TYPE_CHECKING:
+    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 # Transfers move bits, so any MPI type of the right width carries them.
 CARRIERS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
@@ -167,7 +171,7 @@ class MpiLibraryCalls:
         comm: the MpiCommunicator.
     """
 
-    def __init__(self, comm):
+    def __init__(self, comm: MpiCommunicator):
         self._comm, self._others = comm, comm.size - 1
 
     def all_gather(self, out: Tensor, local: Tensor) -> None:
@@ -208,11 +212,11 @@ class MpiNeighbourhood(Neighbourhood):
     Träff, "The scalable process topology interface of MPI 2.2", 2011.
     """
 
-    def __init__(self, comm, sources: Sequence[int], destinations: Sequence[int]):
+    def __init__(self, comm: MpiCommunicator, sources: Sequence[int], destinations: Sequence[int]):
         check_graph(comm, sources, destinations)
         self._sources, self._n_sent, self._comm = tuple(sources), len(destinations), comm
-        lists = [[comm.failures.alive.index(rank) for rank in ranks] for ranks in (sources, destinations)]
-        self._graph = comm.failures.surviving.Create_dist_graph_adjacent(*lists, reorder=False)
+        origins, targets = ([comm.failures.alive.index(rank) for rank in ranks] for ranks in (sources, destinations))
+        self._graph = comm.failures.surviving.Create_dist_graph_adjacent(origins, targets, reorder=False)
 
     def _start(self, send: Tensor, received: Tensor) -> Request:
         comm = self._comm

@@ -15,6 +15,7 @@ import os
 import platform
 import threading
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from hpcdist.comm.mpi.calls import ALL_RANKS
 from hpcdist.comm.mpi.node_memory import WakeUp, map_parts
 from hpcdist.comm.slots import GatheredRows, Slots
 from hpcdist.records import local_cores_of_host
+
+if TYPE_CHECKING:
+    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 # Positions in a rank's header, in int64: number of calls, fingerprints of two calls in turn, whether it sleeps, its
 # semaphore. Fields that other ranks write are two cache lines away from the fields that only this rank writes.
@@ -40,7 +44,7 @@ class NodeSlots(Slots):
         call: name of the calls that use the slots, for messages.
     """
 
-    def __init__(self, comm, n_bytes: int, call: str):
+    def __init__(self, comm: MpiCommunicator, n_bytes: int, call: str):
         size, head = comm.size, 8 * LENGTH * comm.size
         (memory, *_) = map_parts(comm, head + 2 * size * n_bytes if comm.rank == 0 else 0)  # rank 0 allocates all
         every = torch.frombuffer(memory, dtype=torch.uint8)
@@ -110,7 +114,7 @@ class NodeSlots(Slots):
             held.clear()
 
 
-def _have_cores(comm) -> bool:
+def _have_cores(comm: MpiCommunicator) -> bool:
     """Collective. Return whether there are at least as many cores as ranks of the job on this node."""
     cores = {core for _, usable in comm.gather(local_cores_of_host()) for core in usable}
     world = comm.process.world or comm

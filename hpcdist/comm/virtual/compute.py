@@ -32,7 +32,7 @@ class Constant(ComputeModel):
 
     seconds: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(at_least_0(self.seconds), "seconds", "a finite number of at least 0", self.seconds)
 
     def sample(self, rank: int, generator: np.random.Generator) -> float:
@@ -46,7 +46,7 @@ class Jitter(ComputeModel):
     mean_s: float
     cv: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(positive(self.mean_s), "mean_s", "a finite number above 0", self.mean_s)
         require(at_least_0(self.cv), "cv", "a finite number of at least 0 (deviation over mean)", self.cv)
 
@@ -61,7 +61,7 @@ class Exponential(ComputeModel):
 
     mean_s: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(positive(self.mean_s), "mean_s", "a finite number above 0", self.mean_s)
 
     def sample(self, rank: int, generator: np.random.Generator) -> float:
@@ -76,7 +76,7 @@ class Straggler(ComputeModel):
     rank: int
     factor: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(isinstance(self.base, ComputeModel), "base", "a compute model", self.base)
         require(isinstance(self.rank, Integral) and self.rank >= 0, "rank", "an integer of at least 0", self.rank)
         require(positive(self.factor), "factor", "a finite number above 0", self.factor)
@@ -97,7 +97,7 @@ class SlowSteps(ComputeModel):
     probability: float
     factor: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(isinstance(self.base, ComputeModel), "base", "a compute model", self.base)
         rule = "a number from 0 to 1"
         require(at_least_0(self.probability) and self.probability <= 1, "probability", rule, self.probability)

@@ -46,7 +46,7 @@ class Network:
     intra_latency_s: float | None = None
     intra_bandwidth_bytes_s: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("latency_s", "intra_latency_s"):
             value = getattr(self, name)
             require(_absent(name, value) or at_least_0(value), name, "a finite number of at least 0", value)
@@ -80,7 +80,7 @@ def _absent(name: str, value: object) -> bool:
 class OneWayLink:
     """One direction of a link, for one transfer at a time."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.free_s = 0.0
 
     def reserve(self, at_s: float, duration_s: float) -> tuple[float, float]:

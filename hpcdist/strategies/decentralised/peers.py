@@ -9,11 +9,12 @@ when all ranks shrink the group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
 from hpcdist import compress
 from hpcdist.comm.chunks import alongside
@@ -48,7 +49,7 @@ class WireConfig(Strategy.Config):
     )
 
     @model_validator(mode="after")
-    def _stands_for_itself(self):
+    def _stands_for_itself(self) -> Self:
         chosen = self.compression
         if chosen and not issubclass(compress.load(chosen.name), Cast):
             raise ValueError(
@@ -103,7 +104,7 @@ class Peers:
         self._named |= lost
         return [f"goes on without rank {rank}: it has died" for rank in sorted(lost)]
 
-    def survives(self, transfer: Callable[..., object], *args) -> bool:
+    def survives(self, transfer: Callable[..., object], *args: Any) -> bool:
         """Make a transfer with another rank; return False if that rank has failed (the transfer may be incomplete)."""
         try:
             transfer(*args)

@@ -52,7 +52,7 @@ class Codec:
     spans: Sequence[Sequence[Span]]
     state: State
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         config = self.config
         try:
             if self.content == "values":

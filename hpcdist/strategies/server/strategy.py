@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, spans
@@ -74,7 +75,7 @@ class ServerStrategy(Strategy):
         split_parameters: bool = Field(False, description="equal bytes for all servers; needs an elementwise optimiser")
 
         @model_validator(mode="after")
-        def _shards_wait_for_their_owners(self):
+        def _shards_wait_for_their_owners(self) -> Self:
             if self.servers == "colocated" and self.learner_deadline_s is not None:
                 raise ValueError(
                     "strategy.learner_deadline_s must be none where strategy.servers is 'colocated', where all wait "

@@ -12,8 +12,9 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives
-from hpcdist.comm.communicator import Traffic
+from hpcdist.comm.communicator import Communicator, Traffic
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import groups
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
@@ -54,7 +55,7 @@ class OwnStep(Strategy):
     runs_optimizer: bool = False  # the optimiser updates a part of the parameters, and calls its hooks
     advice: ClassVar[str]  # the optimiser to use, for messages
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         complex_names = [slot.name for slot in model.slots if slot.dtype.is_complex]
         if complex_names:

@@ -12,8 +12,9 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives, Work
-from hpcdist.comm.communicator import Traffic
+from hpcdist.comm.communicator import Communicator, Traffic
 from hpcdist.compress import CompressionConfig, Reduction
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Reshard, first
@@ -68,7 +69,7 @@ class Periodic(Strategy):
     blend: float | None = None
     of_ranks: Reshard = "first"
 
-    def __init__(self, config: Config, comm, model, **kwargs):
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self.alone = comm.size == 1
         self.calls = Collectives(comm, Traffic())

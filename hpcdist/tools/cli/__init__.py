@@ -62,7 +62,7 @@ def main() -> None:
     sys.exit(status)
 
 
-def _leave_in_turn(comm) -> int:
+def _leave_in_turn(comm: Any) -> int:
     """Collective. End all ranks but the first with status 0, wait, then return LEFT on the first rank.
 
     Reason: at the first nonzero status, `srun --kill-on-bad-exit` kills the other ranks and reports that.
@@ -119,7 +119,7 @@ def launched_rank() -> int:
     return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
 
 
-def _joined():
+def _joined() -> Any:
     """Return the communicator of all ranks; None if this process has not joined one."""
     world = sys.modules.get("hpcdist.session.world")
     return None if world is None else world.joined()

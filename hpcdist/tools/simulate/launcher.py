@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,7 +78,7 @@ class Simulation:
 
         resume = (folder / "checkpoints").exists()
 
-        def body(comm):
+        def body(comm: Any) -> Any:
             if run.by_folder:
                 return trials.train(comm, folder, command=self.command)
             return runs.train(comm, Path(self.job), None, run.overrides, folder, resume, command=self.command)

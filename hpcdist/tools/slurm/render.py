@@ -131,7 +131,7 @@ def _code(quote: Callable[..., str]) -> Callable[..., _Code]:
 class _Templates(jinja2.FileSystemLoader):
     """A template loader that marks reasons, so that a value that looks like a reason is not taken for one."""
 
-    def get_source(self, environment: jinja2.Environment, template: str):
+    def get_source(self, environment: jinja2.Environment, template: str) -> Any:
         source, path, fresh = super().get_source(environment, template)
         return _mark_reasons(source), path, fresh
 

@@ -24,6 +24,8 @@ from hpcdist.tools.doctor.base import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpcdist.comm.communicator import Communicator
 
 SLOW = 0.5  # slow: below this fraction of the nodes' median bandwidth
@@ -128,7 +130,7 @@ def _pair(comm: Communicator, peer: int) -> tuple[float, float]:
     return latency_s, best
 
 
-def _exchange(comm: Communicator, peer: int, send, receive) -> float:
+def _exchange(comm: Communicator, peer: int, send: Tensor, receive: Tensor) -> float:
     start = comm.now()
     comm.sendrecv(send, peer, receive, peer, PING)
     return comm.now() - start

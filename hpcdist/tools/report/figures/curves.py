@@ -91,7 +91,7 @@ def _curve(
     yield ReportFigure(name, f"{wording.capital(title)} against {axis}, {text}", [*seeds, *alt_text], figure, ranks)
 
 
-def _series(frame, axis: str, value: str) -> list[tuple[float, float]]:
+def _series(frame: Any, axis: str, value: str) -> list[tuple[float, float]]:
     if value not in frame:
         return []
     points = frame[[axis, value]].astype(float).to_numpy()

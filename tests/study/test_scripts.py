@@ -120,7 +120,7 @@ def test_a_file_that_defines_job_is_a_jobs_and_another_that_imports_hpcdist_a_sc
         (("compare", "train.py", "--tune", "2"), "--tune must be omitted with a script"),
         (("compare", "train.py", "--rate", "allreduce=1"), "--rate must be omitted with a script"),
         (("compare", "train.py", "--strategies", "softsync:split=1"), "strategy.* splits"),
-        (("simulate", "train.py"), "--compute must be a time with a script, whose step can.t be measured before"),
+        (("simulate", "train.py"), "--compute must be a time with a script, whose step can't be measured before"),
         (("sweep", "train.py", "--over", "lr=1,2", "--", "--lr", "{lr}"), "--target must be given, and --pruner"),
         (("sweep", "train.py", "--over", "lr=1,2", "--target", "mse=1"), "ARGS must include lr, otherwise"),
         (("sweep", "train.py", "--over", "strategy.speling=1,2", "--target", "mse=1"), "speling"),

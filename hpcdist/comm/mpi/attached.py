@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -20,9 +20,6 @@ from hpcdist.comm.capabilities import number_nodes
 from hpcdist.comm.mpi.calls import clock
 from hpcdist.comm.window import Memory, refuse_attached
 from hpcdist.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
 
@@ -87,7 +84,7 @@ class AttachedMemory(Memory):
         mapped: views of all ranks' tensors in this process; empty if they are not mapped.
     """
 
-    def __init__(self, comm: MpiCommunicator, tensor: Tensor, addresses: list[int], mapped: list[Tensor]):
+    def __init__(self, comm: Any, tensor: Tensor, addresses: list[int], mapped: list[Tensor]):
         super().__init__(tensor, [tensor.numel()] * comm.size, comm.rank, comm.traffic)
         self._addresses, self._parts = addresses, mapped
         self._peers = [] if mapped else [PeerMemory(pid) for pid in comm.pids]
@@ -130,7 +127,7 @@ def find_nodes(mpi: MPI.Intracomm) -> tuple[int, ...]:
     return number_nodes(firsts.tolist())
 
 
-def try_attach(comm: MpiCommunicator) -> bool:
+def try_attach(comm: Any) -> bool:
     """Collective. Return whether each rank can read the memory of all other ranks of its node; tested by a secret."""
     secret = np.frombuffer(secrets.token_bytes(16), np.uint8).copy()
     secrets_of = comm.gather(secret.ctypes.data.to_bytes(8, "little") + secret.tobytes())

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from torch import Tensor
 from hpcdist.comm.mpi.messages import NUMBERS
 from hpcdist.comm.window import atomic
 from hpcdist.errors import CommunicationError, DeadlineError
-
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 
 class NodeMemory(abc.ABC):
@@ -94,7 +91,7 @@ class MemfdMemory(NodeMemory):
         dtype: of the elements.
     """
 
-    def __init__(self, comm: MpiCommunicator, n_bytes: int, dtype: torch.dtype):
+    def __init__(self, comm: Any, n_bytes: int, dtype: torch.dtype):
         parts = map_parts(comm, n_bytes)
         self._fence = threading.Lock()
         super().__init__(parts, [threading.Lock() for _ in parts], dtype)
@@ -104,7 +101,7 @@ class MemfdMemory(NodeMemory):
             pass
 
 
-def map_parts(comm: MpiCommunicator, n_bytes: int) -> list[mmap.mmap | memoryview]:
+def map_parts(comm: Any, n_bytes: int) -> list[mmap.mmap | memoryview]:
     """Collective among the surviving ranks. Allocate zeros, and map the memory of all ranks of this node, by local
     rank.
 
@@ -138,7 +135,7 @@ def _create_memfd(n_bytes: int) -> int:
     return file
 
 
-def _map(comm: MpiCommunicator, rank: int, file_of: Sequence[int], local_file: int) -> mmap.mmap | memoryview:
+def _map(comm: Any, rank: int, file_of: Sequence[int], local_file: int) -> mmap.mmap | memoryview:
     """Map the memory of a rank of this node: the file (descriptor, size) of its process; empty for a dead rank."""
     file, n_bytes = file_of
     if not n_bytes:
@@ -174,7 +171,7 @@ class SharedTensor:
         CommunicationError: a rank can't allocate its memory, or map another's; raised on all ranks.
     """
 
-    def __init__(self, comm: MpiCommunicator, count: int, dtype: torch.dtype):
+    def __init__(self, comm: Any, count: int, dtype: torch.dtype):
         n_bytes = count * dtype.itemsize
         self._parts = [torch.frombuffer(part, dtype=torch.uint8) for part in map_parts(comm, n_bytes)]
         self._first, self._end = self._parts[comm.rank].data_ptr(), self._parts[comm.rank].data_ptr() + n_bytes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -16,9 +16,6 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.messages import message
 
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
-
 
 def plain_allreduce(comm: Communicator) -> Callable[[Tensor], None]:
     """Return a function that sums a tensor on the host over all ranks, in place, by mpi4py only. It is collective."""
@@ -26,9 +23,7 @@ def plain_allreduce(comm: Communicator) -> Callable[[Tensor], None]:
     return lambda tensor: call(in_place, tensor.numpy())
 
 
-def worst_wait(
-    comm: MpiCommunicator, owner: int, origin: int, count: int, compute: Callable[[], None], span_s: float
-) -> float:
+def worst_wait(comm: Any, owner: int, origin: int, count: int, compute: Callable[[], None], span_s: float) -> float:
     """Collective. Return the seconds of `origin`'s longest put or get of `count` float32 while `owner` computes.
 
     The owner runs `compute()`, which takes about `span_s`. Other ranks return 0.0.

@@ -15,7 +15,7 @@ import os
 import platform
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -23,9 +23,6 @@ from hpcdist.comm.mpi.calls import ALL_RANKS
 from hpcdist.comm.mpi.node_memory import WakeUp, map_parts
 from hpcdist.comm.slots import GatheredRows, Slots
 from hpcdist.records import local_cores_of_host
-
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 # Positions in a rank's header, in int64: number of calls, fingerprints of two calls in turn, whether it sleeps, its
 # semaphore. Fields that other ranks write are two cache lines away from the fields that only this rank writes.
@@ -44,7 +41,7 @@ class NodeSlots(Slots):
         call: name of the calls that use the slots, for messages.
     """
 
-    def __init__(self, comm: MpiCommunicator, n_bytes: int, call: str):
+    def __init__(self, comm: Any, n_bytes: int, call: str):
         size, head = comm.size, 8 * LENGTH * comm.size
         (memory, *_) = map_parts(comm, head + 2 * size * n_bytes if comm.rank == 0 else 0)  # rank 0 allocates all
         every = torch.frombuffer(memory, dtype=torch.uint8)
@@ -114,7 +111,7 @@ class NodeSlots(Slots):
             held.clear()
 
 
-def _have_cores(comm: MpiCommunicator) -> bool:
+def _have_cores(comm: Any) -> bool:
     """Collective. Return whether there are at least as many cores as ranks of the job on this node."""
     cores = {core for _, usable in comm.gather(local_cores_of_host()) for core in usable}
     world = comm.process.world or comm

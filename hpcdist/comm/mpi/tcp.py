@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from mpi4py import MPI
@@ -35,9 +35,6 @@ from hpcdist.errors import (
     HpcdistError,
     RankFailedError,
 )
-
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 OPERATIONS = ("get", "put", "accumulate", "fetch_add", "compare_and_swap")
 HEADER, VALUE = struct.Struct("<6q"), struct.Struct("<q")  # operation, window, offset, count, operands; an old value
@@ -66,7 +63,7 @@ class TcpServer:
         interface: use only this interface or network, see `network.addresses`; any if empty.
     """
 
-    def __init__(self, comm: MpiCommunicator, interface: str = ""):
+    def __init__(self, comm: Any, interface: str = ""):
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # the owner's threads use MPI for accumulates and atomics
             raise CommunicationError(
                 "windows across nodes must have an MPI at MPI_THREAD_MULTIPLE; got level "

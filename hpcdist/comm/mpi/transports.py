@@ -13,7 +13,7 @@ import platform
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,16 +33,13 @@ from hpcdist.comm.window import Memory, Put
 from hpcdist.errors import CommunicationError, DataError, MismatchError, UnknownNameError
 from hpcdist.records import parse_json
 
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
-
 TRANSPORTS = ("tcp", "rma")  # requests to the owner's threads; MPI's one-sided calls
 COUNT = 1 << 16  # elements of float32 in a large transfer of the self-test
 SPAN_S = 0.1  # seconds that the owner computes, per transport and kind of computation
 WORTH = 1.2  # RMA is chosen only if it is faster by this factor, which exceeds noise
 
 
-def choose(comm: MpiCommunicator, requested: str) -> str:
+def choose(comm: Any, requested: str) -> str:
     """Collective. Return the requested transport; for `auto` the faster one, from the cache or measured.
 
     Always `tcp` if the job tolerates deaths.
@@ -71,7 +68,7 @@ def choose(comm: MpiCommunicator, requested: str) -> str:
     return str(json.loads(text)["way"])
 
 
-def measure(comm: MpiCommunicator) -> dict[str, float]:
+def measure(comm: Any) -> dict[str, float]:
     """Collective. Time a small get, a large get and a large put, by transport; return the seconds on all ranks.
 
     The owner computes at the same time: half of the time in torch, which releases the interpreter lock, half in
@@ -127,7 +124,7 @@ class Transports(RankMemory):
         requested: the transport, as `internode` of MpiCommunicator.
     """
 
-    def __init__(self, comm: MpiCommunicator, requested: str):
+    def __init__(self, comm: Any, requested: str):
         super().__init__(comm.rank, comm.nodes)
         self._comm = comm
         self.requested = requested  # applies to later windows; the interface only if no window exists yet

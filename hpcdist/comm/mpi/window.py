@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -24,9 +24,6 @@ from hpcdist.comm.mpi.node_memory import LockedMemory, MemfdMemory, NodeMemory
 from hpcdist.comm.mpi.tcp import TcpTransfers
 from hpcdist.comm.window import Predicate, Window, check_count
 
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
-
 
 class MpiWindow(Window):
     """Collective. A window of `count` elements of `dtype`, all 0, on this rank.
@@ -38,7 +35,7 @@ class MpiWindow(Window):
         transport: to other nodes, `tcp` or `rma`; by default the communicator's.
     """
 
-    def __init__(self, comm: MpiCommunicator, count: int, dtype: torch.dtype, transport: str | None = None):
+    def __init__(self, comm: Any, count: int, dtype: torch.dtype, transport: str | None = None):
         check_count(count)
         self.comm, self._tolerant = comm, comm.failures.tolerant
         lengths = [n or 0 for n in comm.gather(int(count))]
@@ -208,7 +205,7 @@ class OneSided:
     tested library; accumulates and atomics use only the shared window.
     """
 
-    def __init__(self, comm: MpiCommunicator, local: Tensor):
+    def __init__(self, comm: Any, local: Tensor):
         self._comm = comm
         memory = memory_at(local.data_ptr(), local.nbytes) if local.nbytes else None
         self._win = MPI.Win.Create(memory, local.itemsize, comm=comm.mpi)

@@ -43,7 +43,8 @@ class Bins(Compressor):
         codes, means = np.empty(self.count, np.int32), np.empty((len(self.spans), bins), np.float32)
         for span, of_span in zip(self.spans, means, strict=True):
             part = values[span.start : span.stop]
-            codes[span.start : span.stop], of_span[:] = assigned, centres = quantise(part, bins)
+            assigned, centres = quantise(part, bins)
+            codes[span.start : span.stop], of_span[:] = assigned, centres
             part -= centres.astype(part.dtype)[assigned]
         return torch.from_numpy(np.concatenate([means.reshape(-1).view(np.uint8), encode_codes(codes, bins)]))
 

@@ -84,7 +84,8 @@ class ChunkTopk(Compressor):
         chosen = values[indices]
         codes, means = np.empty(len(indices), np.int32), np.empty((len(self.spans), _BINS), np.float32)
         for of_span, chosen_slice in zip(means, self._parameter_slices(indices), strict=True):
-            codes[chosen_slice], of_span[:] = assigned, centres = quantise(chosen[chosen_slice], _BINS)
+            assigned, centres = quantise(chosen[chosen_slice], _BINS)
+            codes[chosen_slice], of_span[:] = assigned, centres
             chosen[chosen_slice] -= centres.astype(chosen.dtype)[assigned]
         values[indices] = chosen
         coded = encode_codes(codes, _BINS)

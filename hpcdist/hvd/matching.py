@@ -388,10 +388,10 @@ class Matcher:
     def _refuse(self, request: NamedCall) -> None:
         """Collective. End a request with an error that names each rank's properties."""
         by_rank = self.comm.gather(dict(zip(request.PROPERTIES, map(_text, request.properties))))
-        rows = [row for row in by_rank if row is not None]
-        wrong = [name for name in rows[0] if len({row.get(name) for row in rows}) > 1]
+        rows = {rank: row for rank, row in enumerate(by_rank) if row is not None}  # None: the rank died
+        wrong = [name for name in next(iter(rows.values())) if len({row.get(name) for row in rows.values()}) > 1]
         texts = [
-            f"{', '.join(f'{name} {row.get(name)}' for name in wrong)} on rank {at}" for at, row in enumerate(rows)
+            f"{', '.join(f'{name} {row.get(name)}' for name in wrong)} on rank {rank}" for rank, row in rows.items()
         ]
         request.error = HorovodInternalError(
             f"Mismatched {request.kind} of {request.name!r}: all ranks must have the same {' and '.join(wrong)}; "

@@ -73,6 +73,7 @@ class Allreduce(NamedCall):
         self.result = self._outs
 
     def run_fused(self, calls: Collectives, requests: Sequence[Allreduce], buffer: FusionBuffer) -> None:
+        # Requests with one fusion key: dtype, operation and scales are those of `self`.
         tensors = [each for request in requests for each in request._tensors]
         if len(tensors) == 1:
             self.run(calls)

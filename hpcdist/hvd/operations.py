@@ -42,7 +42,7 @@ def _start(
 ) -> int:
     """Submit a request; return a handle. `finish` converts the request's result to that of `synchronize`."""
     matcher = matcher_of(process_set)
-    request = kind(process_set.number(kind.kind) if name is None else name, *args)
+    request = kind(process_set.next_name(kind.kind) if name is None else name, *args)
     matcher.submit(request)
     handle = next(_next)
     _handles[handle] = matcher, request, finish

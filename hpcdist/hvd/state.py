@@ -51,7 +51,7 @@ class ProcessSet:
             raise ValueError("a process set must be known to all ranks. Call hvd.add_process_set(it) on each.")
         return value
 
-    def number(self, kind: str) -> str:
+    def next_name(self, kind: str) -> str:
         """Return a name for the next unnamed call of this kind."""
         self.unnamed[kind] += 1
         return f"{kind}.noname.{self.joins}.{self.unnamed[kind]}"

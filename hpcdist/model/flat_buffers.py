@@ -105,17 +105,20 @@ class FlatBuffers:
         self._saved = [flat.clone() for flat in self.sync()]
 
     def restore(self, averaged: bool = False) -> None:
-        """Restore the saved values once, except `joint`, and except counts if statistics are averaged."""
+        """Set the buffers to the values that `save` copied, and forget these; do nothing without them.
+
+        `joint` keep their values, and with `averaged`, before statistics are averaged, so do counts.
+        """
         saved, self._saved = self._saved, []
         if not saved:
             return
         flats = self.sync()
         counts = [slot.tensor for slot in self.slots if averaged and self.kinds[slot.group] == "count"]
-        stays = [*self.joint, *counts]
-        joint = [tensor.clone() for tensor in stays]
+        kept = [*self.joint, *counts]
+        kept_values = [tensor.clone() for tensor in kept]
         for flat, values in zip(flats, saved, strict=True):
             flat.copy_(values)
-        for tensor, values in zip(stays, joint, strict=True):
+        for tensor, values in zip(kept, kept_values, strict=True):
             tensor.copy_(values)
 
     def _rebind(self) -> None:

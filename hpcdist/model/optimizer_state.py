@@ -99,7 +99,7 @@ class Moments:
 
 
 def _describe(parameter: Tensor, state: dict[str, Any]) -> Described:
-    """Describe a parameter's state; return {} if JSON can't hold a part of it."""
+    """Describe a parameter's state in JSON's types; return {} if it has a tensor of another shape, or an object."""
     described: Described = {}
     for name, value in state.items():
         if not isinstance(value, Tensor) and (value is None or isinstance(value, int | float)):

@@ -189,7 +189,7 @@ def _registering(register: Register) -> Iterator[None]:
 
 
 class _Scratch:
-    """Shared memory for parameters of other ranks: for each dtype one tensor, as long as the longest parameter."""
+    """One piece of memory for all parameters that other ranks hold: for each dtype a tensor as long as the longest."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]):
         self._lengths: dict[torch.dtype, int] = {}
@@ -198,12 +198,12 @@ class _Scratch:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter of the same shape, dtype and device."""
+        """Return a parameter of the same shape, dtype and device in this memory; `parameter` if it has no room."""
         dtype = parameter.dtype
         if dtype not in self._memory:
             self._memory[dtype] = parameter.new_zeros(self._lengths.get(dtype, 0)).detach()
         flat = self._memory[dtype]
         if flat.device != parameter.device or len(flat) < parameter.numel():
-            return parameter  # the second run differs from the first: keep it
+            return parameter  # `make` built other parameters than for `outline`: keep this one
         view = flat[: parameter.numel()].view(parameter.shape)
         return nn.Parameter(view, requires_grad=parameter.requires_grad)

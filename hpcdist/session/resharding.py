@@ -27,7 +27,7 @@ from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
 from hpcdist.strategies.common.state import StateSpec, first, mean_of_ranks
 
-Combine = Callable[..., Any]
+Combine = Callable[..., Any]  # (replicas' values, number of saved workers, number of ranks now) -> one value
 T = TypeVar("T")
 
 
@@ -206,12 +206,12 @@ class SavedState:
         self, chunks: Sequence[tuple[int, Slice]], position: SlicePosition, combine: Combine, ranks: int = 1
     ) -> Tensor:
         """Combine the replicas' slices of a tensor, join them, and return the part at `position`."""
-        boxes: dict[SlicePosition, dict[int, Slice]] = {}
+        replicas_of: dict[SlicePosition, dict[int, Slice]] = {}
         for replica, chunk in chunks:  # if several ranks of a replica saved the same slice, the first one's
-            boxes.setdefault(replace(chunk.position, name=position.name), {}).setdefault(replica, chunk)
+            replicas_of.setdefault(replace(chunk.position, name=position.name), {}).setdefault(replica, chunk)
         combined = {
-            box: combine([chunk.tensor for chunk in boxed.values()], len(self.workers), ranks)
-            for box, boxed in boxes.items()
+            saved: combine([chunk.tensor for chunk in replicas.values()], len(self.workers), ranks)
+            for saved, replicas in replicas_of.items()
         }
         return cut(join(combined, self.path), position, self.path)
 

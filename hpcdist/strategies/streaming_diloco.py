@@ -146,21 +146,22 @@ class StreamingDiLoCo(Periodic):
             super().send(number, step)
 
     def _move_late(self, number: int) -> None:
-        """Move a fragment by the mean of the last period, continue from there, and write this period's δᵢ to send.
+        """Move x of a fragment by the last mean, set the parameters to x, and leave this period's δᵢ in `mean`.
 
-        Before the first mean, the mean and the rank's part of it count as 0.
+        At the start `mean` has the mean that has arrived (0 before the first one); if eager it then takes this rank's
+        new δᵢ instead of the last, which is in `sent`. `move` may overwrite it. `start` sends what it has last.
         """
         fragment = self.fragments[number]
         self.complete(number)
-        before = self.sent if self.eager else self.mean
+        last_local = self.sent if self.eager else self.mean  # this rank's δᵢ in the mean; unused unless eager
         if self.in_flight.pop(number, None) is None:
-            for mean, local in fragment.views(self.mean, before):
+            for mean, local in fragment.views(self.mean, last_local):
                 mean.zero_()
                 local.zero_()
         for local, x in fragment.views(self.model.params, self.common):
             torch.sub(x, local, out=local)  # δᵢ of this period
         if self.eager:
-            for local, mean, last in fragment.views(self.model.params, self.mean, before):
+            for local, mean, last in fragment.views(self.model.params, self.mean, last_local):
                 mean.add_(local - last, alpha=1 / self.comm.size)
                 last.copy_(local)
         with self.model.skip_unused(self.used | self.gradients.used if self.eager else self.used, self.momentum):

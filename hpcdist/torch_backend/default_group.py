@@ -43,7 +43,7 @@ def start_default_group(comm: Communicator, backend: str, interface: str = "") -
         interface: for the rendezvous, as for `rendezvous`.
 
     Raises:
-        CommunicationError: ranks don't reach each other over TCP, and no part of the group is on hpcdist.
+        CommunicationError: ranks don't reach each other over TCP, which only the backend hpcdist can do without.
     """
     global _started
     end_default_group()
@@ -59,7 +59,7 @@ def start_default_group(comm: Communicator, backend: str, interface: str = "") -
         )  # fmt: skip
     sys.excepthook = hook
     _started = comm, dist.group.WORLD
-    real: Any = comm
+    real: Any = comm  # an MpiCommunicator: only real ranks have a `process`
     if _END not in real.process.threads:
         real.process.threads.insert(0, _END)  # before the watchdog, which reports calls that other ranks never make
     return point
@@ -102,7 +102,7 @@ def init_torch_distributed(comm: Communicator, backend: str | bool, interface: s
         interface: for the rendezvous, as for `rendezvous`.
 
     Raises:
-        CommunicationError: ranks don't reach each other over TCP, and no part of the group is on hpcdist.
+        CommunicationError: ranks don't reach each other over TCP, which only the backend hpcdist can do without.
         ConfigError: nccl is requested, and a rank has no separate GPU.
     """
     local_ranks = comm.memory.local_ranks

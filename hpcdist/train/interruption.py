@@ -24,7 +24,7 @@ class Interruption:
     Args:
         argv: of the command line.
         environ: this process's environment, with the launcher's variables.
-        processes: the process number of each rank on this host.
+        processes: the process ID of each rank on this host.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ def rehearse(config: JobConfig, ranks: int, ranks_per_node: int = 1) -> None:
     options = cls.Config.from_mapping(config.strategy.options, "strategy")
     stages = config.parallel.stages
     replicas = ranks // checked_stages(stages, ranks)
-    options.workers(replicas)
+    options.workers(replicas)  # raises ConfigError if they are too few
     if replicas > MAX_RANKS or getattr(options, "provider", None):
         return
     network = Network(0.0, math.inf, ranks_per_node=max(1, ranks_per_node // stages))

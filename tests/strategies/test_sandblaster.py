@@ -564,11 +564,11 @@ def test_where_a_portion_is_not_finite_the_step_is_shorter(size, which):
 @each("size", [1, 3])
 def test_a_direction_without_a_lower_point_is_left_and_said(size):
     def body(comm):
-        loop = Loop(comm, loss=lambda module, indices: _rising(module), max_evaluations=3)
+        loop = Loop(comm, loss=lambda module, indices: _sparkline(module), max_evaluations=3)
         loop.steps(2)
         return [record.event for record in loop.records], loop.params()
 
-    def _rising(module):
+    def _sparkline(module):
         """Its gradient points the wrong way."""
         value = sum(p.sum() for p in module.parameters())
         return value - 2 * value.detach()

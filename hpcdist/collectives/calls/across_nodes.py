@@ -81,9 +81,10 @@ class SlotsAcrossNodes(Slots):
             return agree if self._inside is None else self._inside.synchronize(int(agree or self._leaders is None))
 
     def _exchange(self, leaders: Communicator, fingerprint: int, gathered: GatheredRows) -> bool:
-        """Exchange rows with the other nodes; return whether all have the same fingerprint.
+        """Collective among leaders. Exchange rows of `gathered`, in place; return whether all fingerprints are equal.
 
-        A leader that receives another fingerprint, or DIFFER, sends DIFFER in the rounds that follow.
+        With a `source`, only the row of that rank. Rows too long for a packet are broadcast after an exchange of
+        fingerprints alone. A leader that receives another fingerprint, or DIFFER, sends DIFFER in the rounds after it.
         """
         rows, source = gathered
         n_bytes = rows.shape[-1]
@@ -104,7 +105,7 @@ class SlotsAcrossNodes(Slots):
                 self._fingerprint[0] = DIFFER
             elif step.received:
                 rows[step.received] = step.incoming
-        return int(self._fingerprint[0]) == fingerprint != DIFFER
+        return fingerprint != DIFFER and int(self._fingerprint[0]) == fingerprint
 
     def _plan(self, leaders: Communicator, n_bytes: int, source: int | None) -> list[_Round]:
         """Return the rounds of an exchange of rows of `n_bytes`, or of the row of `source` only."""

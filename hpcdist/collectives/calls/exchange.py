@@ -22,7 +22,7 @@ SLOT_BYTES = 1 << 21  # two slots per rank
 MESSAGE_BYTES = 1 << 22
 FINGERPRINT_BITS = 40  # so that fingerprints of all ranks can be added in int64
 
-Counts = Sequence[int]  # elements of each rank
+Counts = Sequence[int]  # by source rank, the elements that a receiver gets from it
 Parts = Sequence[Tensor]  # of each rank
 Ranks = Collection[int]
 Consume = Callable[[int, Parts], None]  # gets the start of a segment, and each rank's data of the segment
@@ -134,20 +134,20 @@ class SlotExchange(Exchange):
     ) -> bool:
         slots, size = self.slots, self.size
         step = slots.n_bytes // local[0].itemsize // size
-        in_place = self.size == 2 or isinstance(consume, Copies)  # else the local part may be overwritten by the result
+        skips_copy = self.size == 2 or isinstance(consume, Copies)  # own part; else a result may overwrite it early
         for start in range(0, max(longest, 1), step):
             length = min(step, longest - start)
             buffer = slots.row_buffers(local[0].dtype, size * length)[slots.calls]
             if self.rank in sources:
                 for rank, into in enumerate(buffer.parts[self.rank]):
                     chunk = local[rank][start : start + length]
-                    if rank != self.rank or not in_place:
+                    if rank != self.rank or not skips_copy:
                         into[: len(chunk)].copy_(chunk)
             if not slots.synchronize(fingerprint, buffer.gathered):
                 return False
             if length:
                 received = list(buffer.parts[:, self.rank])
-                if self.rank in sources and in_place:
+                if self.rank in sources and skips_copy:
                     received[self.rank] = local[self.rank][start : start + length]
                 consume(start, received)
         return True
@@ -206,7 +206,7 @@ class MessageExchange(Exchange):
         self, template: Tensor, segment: slice, counts: Counts, consume: Consume, outgoing: dict[int, Tensor],
         sources: Ranks,
     ) -> None:  # fmt: skip
-        """Send and receive one segment, and consume it."""
+        """Send `outgoing`, by receiver; receive the same segment of all `sources`, up to their `counts`; consume it."""
         length = segment.stop - segment.start
         inbox = self._inbox.empty_like(template, length * self.size).split(length)
         self._transfer(

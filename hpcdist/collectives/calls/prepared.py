@@ -113,7 +113,7 @@ class SlotCall(PreparedCall):
 
     def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
         # A bound call takes half the time of one that has to view the tensors first, but is worth creating only for
-        # tensors that are used again.
+        # tensors that are used again: from the second call at the same addresses.
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         if len(self._segments) > 1 or not self._seen.get(addresses):
             remember(self._seen, addresses, True)
@@ -122,13 +122,13 @@ class SlotCall(PreparedCall):
         synchronize = slots.synchronize
         data = [view(_memory_of(tensor)) for view, tensor in zip(self._views, tensors)]
         ((_, bind),) = self._segments
-        kept: list[tuple[Step, Sequence[Exchanged]] | None] = [None] * slots.period
+        steps_of: list[tuple[Step, Sequence[Exchanged]] | None] = [None] * slots.period  # by the slots' buffer
 
         def call() -> bool:
             start, before_s, index = clock(), traffic.communicating_s, slots.calls % slots.period
-            steps = kept[index]
+            steps = steps_of[index]
             if steps is None:
-                steps = kept[index] = bind(slots.calls, *data)
+                steps = steps_of[index] = bind(slots.calls, *data)
             steps[0]()
             for gathered, step in steps[1]:
                 if not synchronize(fingerprint, gathered):

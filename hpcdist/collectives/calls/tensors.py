@@ -30,7 +30,7 @@ def flattened(comm: Communicator, tensor: Tensor, *, write: bool = True) -> Iter
 def by_dtype(
     comm: Communicator, tensors: Tensors, *, write: bool = True
 ) -> Iterator[list[tuple[list[Tensor], Tensor]]]:
-    """Yield for each dtype the tensors and their concatenation, shape (n,), which is written back at the end."""
+    """Yield for each dtype the tensors and their concatenation, shape (n,), written back at the end if `write`."""
     if isinstance(tensors, Tensor):
         with flattened(comm, tensors, write=write) as elements:
             yield [([tensors], elements)]

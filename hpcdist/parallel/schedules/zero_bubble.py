@@ -8,9 +8,10 @@ from hpcdist.parallel.schedules.base import Operation, Table, one_by_one, one_ch
 def table(ranks: int, micro_batches: int, chunks: int = 1) -> Table:
     """Plan ZB-H1: 1F1B, where only the gradient of the inputs keeps the previous stage waiting.
 
-    Activations of as many micro-batches as on 1F1B's first rank, p at most, are kept on each rank r, where gradients of
-    weights are r micro-batches behind those of inputs. The bubble is (p − 1)(F + I − W) seconds with these times of
-    the three kinds and m ≥ p: with equal ones a third of 1F1B's (p − 1)(F + I + W).
+    On rank r gradients of weights are r micro-batches behind those of inputs, so each of the p ranks keeps activations
+    of up to p micro-batches, as 1F1B's first rank does. Let F, I and W be the seconds of a forward pass and of the
+    gradients of inputs and weights: with at least p micro-batches the bubble is (p − 1)(F + I − W), and 1F1B's is
+    (p − 1)(F + I + W), three times as long if the times are equal.
 
     Reference: Penghui Qi, Xinyi Wan, Guangxing Huang, Min Lin, "Zero bubble pipeline parallelism", 2023, section 2.1.
     """

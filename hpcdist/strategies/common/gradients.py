@@ -58,7 +58,7 @@ class LocalGradients:
 
         Collective over the stages of the replica, unless `bucket` or `again` is given. Reads the gradients once: NaN
         and infinity survive in a sum. Only if the sum is not finite (it may also overflow), each gradient is checked.
-        Waits for the device.
+        Waits for the device. Without `again` it also takes the checksums of the first steps.
 
         Args:
             bucket: check only this bucket's gradients, on this rank.

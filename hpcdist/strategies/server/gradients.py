@@ -293,8 +293,9 @@ class GradientServer(Server):
         """Run the optimiser on the sum, with the workers' hyper-parameters."""
         policy, aggregate, strategy = self.policy, self.aggregate, self.strategy
         staleness = [self.replica.clock - clock for clock in aggregate.clocks]
-        # A weighted average times one rate: gradients keep their proportions, and the modulation also affects
-        # optimisers that are invariant to the scale of gradients, such as Adam.
+        # `factors` reduce stale gradients, and the sum contains them. `apply` divides it by their mean, `rate`, and
+        # multiplies the step by it: so the option `modulation` also affects optimisers, such as Adam, whose step
+        # doesn't depend on the scale of gradients.
         rate = sum(aggregate.factors) / len(aggregate.factors)
         self._require_equal_values()
         values = aggregate.mean_values()[: self._count]

@@ -33,7 +33,7 @@ class TensorSlots:
 
     def __init__(self, comm: Communicator, templates: Sequence[Tensor], sources: EndsOf, dests: Ends):
         local_sources = sources(comm.rank)
-        slots, lengths = self._lay(templates, local_sources)
+        slots, lengths = self._layout(templates, local_sources)
         self._windows = [comm.window(n, self.dtype or t.dtype) for n, t in zip(lengths, templates, strict=True)]
         self._slots = {
             source: [window.local[first:last] for window, (first, last) in zip(self._windows, slot, strict=True)]
@@ -43,15 +43,15 @@ class TensorSlots:
         for dest, _ in dests:
             ends = sources(dest)
             slot = [source for source, _ in ends].index(comm.rank)
-            self._starts[dest] = [first for first, _ in self._lay(templates, ends)[0][slot]]
+            self._starts[dest] = [first for first, _ in self._layout(templates, ends)[0][slot]]
         self.whole = [window.local for window in self._windows]
 
     def room(self, part: Tensor) -> int:
         """Return the number of window elements for a part of a tensor."""
         return part.numel()
 
-    def _lay(self, templates: Sequence[Tensor], ends: Ends) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """Return each rank's range of elements in each window, and the windows' lengths."""
+    def _layout(self, templates: Sequence[Tensor], ends: Ends) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        """Place slots in a row: return each rank's range of elements in each window, and the windows' lengths."""
         offsets, slots = [0] * len(templates), []
         for _, shard in ends:
             sizes = map(self.room, shard.of(templates))

@@ -101,7 +101,7 @@ def _run(arguments: list[str], first: bool) -> int:
     except Exception as error:
         if first or not hasattr(error, "exit_code"):  # typer's exceptions for wrong usage
             raise
-        time.sleep(SILENT_S)
+        time.sleep(SILENT_S)  # the first rank reports it, and ends this one
         return error.exit_code
 
 

@@ -163,9 +163,9 @@ class Experiment:
         from hpcdist.train import load_job
 
         hints = get_type_hints(cls, include_extras=True)
-        reference, file, script_arguments, seeded = read_job(job, arguments)
-        if not seeded and options.get("seeds") is None:
-            options["seeds"] = 1
+        reference, file, script_arguments, takes_seed = read_job(job, arguments)
+        if not takes_seed and options.get("seeds") is None:
+            options["seeds"] = 1  # the script could not use others
         options = {name: value for name, value in options.items() if value is not None and value != []}
         for name in options.keys() & hints.keys():
             for reader in (item for item in get_args(hints[name]) if isinstance(item, Reader)):

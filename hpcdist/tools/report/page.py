@@ -24,7 +24,7 @@ from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.methods import methods
 from hpcdist.tools.report.results import JobRuns, Progress, read_jobs
-from hpcdist.tools.report.table import as_value, question_of
+from hpcdist.tools.report.table import as_value, criteria_of
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.version import __version__
 
@@ -242,7 +242,7 @@ def _facts(job: JobRuns) -> dict[str, str]:
 def numbers(analysis: Analysis, verdict: Verdict) -> dict[str, Any]:
     """Collect all numbers of a job for JSON: runs with curves, groups, comparisons, scaling, and the conclusion."""
     return {
-        **question_of(analysis.job),
+        **criteria_of(analysis.job),
         "budget": analysis.job.budget,
         "verdict": verdict,
         "cells": [

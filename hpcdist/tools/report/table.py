@@ -122,15 +122,15 @@ def as_latex(job_tables: Sequence[JobTable]) -> str:
 def as_data(job_tables: Sequence[JobTable]) -> list[dict[str, Any]]:
     """Return tables for JSON, with unrounded numbers; a mean has the ends of its 95 % interval."""
     return [
-        question_of(table.analysis.job)
+        criteria_of(table.analysis.job)
         | {"verdict": answer(table.analysis).headline, "methods": methods(table.analysis)}
         | {"rows": [{name: as_value(value, name) for name, (value, _) in row.items()} for row in table.rows]}
         for table in job_tables
     ]
 
 
-def question_of(job: JobRuns) -> dict[str, Any]:
-    """Return what a job's runs were compared by, for JSON."""
+def criteria_of(job: JobRuns) -> dict[str, Any]:
+    """Return a job's title, and the metric, target and reference by which its runs were compared, for JSON."""
     comparison = job.comparison and str(job.comparison)
     keys = ("title", "metric", "higher_is_better", "target", "reference")
     return {"job": job.name, "comparison": comparison} | {key: getattr(job, key) for key in keys}

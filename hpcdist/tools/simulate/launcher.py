@@ -36,8 +36,8 @@ class Simulation:
     Args:
         job: the job's file.
         cluster: as the user describes it.
-        samples: samples of a rank's step for which the given times hold; larger steps take proportionally longer.
-        step_s: measured seconds, by samples of a step.
+        samples: samples in a step that takes `cluster.compute`; larger ones take proportionally longer. 0: no scaling.
+        step_s: measured seconds of a step, by its number of samples; empty if none was measured.
         command: the command line, for `run.json`.
     """
 
@@ -49,7 +49,7 @@ class Simulation:
 
     @classmethod
     def of(cls, experiment: Experiment, command: Sequence[str] = ()) -> Simulation:
-        """Create the simulation of an experiment returned by `on_cluster`."""
+        """Create the simulation of an experiment that has its `virtual` cluster, and step times, from `on_cluster`."""
         described = dict(experiment.virtual or {})
         step_s = {int(samples): seconds for samples, seconds in described.pop("step_s").items()}
         samples = described.pop("samples")

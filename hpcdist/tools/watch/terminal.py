@@ -208,7 +208,7 @@ def _usage(view: RunView, columns: int, braille: bool) -> list[Text]:
             _used(name, history_points[-1][1]) if (history_points := view.usage[name].get(rank)) else ""
             for name in quantities
         ]
-        history = _rising([value for _, value in points], highest) if braille else ""
+        history = _sparkline([value for _, value in points], highest) if braille else ""
         rows.append([f"{rank:>6}", " ".join([history, f"{groups[0]:>5}"]).strip(), *groups[1:]])
     return [Text(), *map(Text, _aligned(rows, columns))] if ranks else []
 
@@ -219,7 +219,7 @@ def _used(name: str, value: float) -> str:
     return amount(value) + "/s" * name.endswith("_s")
 
 
-def _rising(values: Sequence[float], highest: float) -> str:
+def _sparkline(values: Sequence[float], highest: float) -> str:
     """Draw values from 0 to `highest` as a sparkline; each character is the mean of several values."""
     size = -(-len(values) // len(RISING))
     means = [statistics.fmean(values[first : first + size]) for first in range(0, len(values), size)]

@@ -274,7 +274,7 @@ def test_what_a_message_lacks_comes_with_the_next_one_and_without_feedback_is_fo
 @each("name", ["signsgd", "terngrad"])
 def test_those_that_go_without_feedback_say_so(name):
     assert not JointCompression.model_validate(name).error_feedback and CompressionConfig(name="topk").error_feedback
-    with pytest.raises(ConfigError, match=f"error_feedback must be false with {name}, .* got true. Leave it out, or"):
+    with pytest.raises(ConfigError, match=f"error_feedback must be false with {name}, .* got true. Remove it, or"):
         JointCompression(name=name, error_feedback=True)
 
 

@@ -27,7 +27,7 @@ PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "scaling 15 scaling-stragglers,scaling-even"
     "regression 6 regression,regression-job"
     "devices 15 devices,devices-epochs"
-    "benchmarks 21 allreduce,collectives,torch,torch-steps,horovod,horovod-calls,step,server,steps,pipeline,compress"
+    "benchmarks 21 allreduce,collectives,torch,torch-steps,horovod,horovod-calls,step,server,steps,strategies,pipeline,compress"
     "learning-rate 6 learning-rate,learning-rate-others"
     "recent 270 recent"
     "options 45 options,slowmo"

@@ -206,6 +206,6 @@ def _require_parameters(comm: Communicator, pipeline: Pipeline) -> None:
     trains = comm.gather(any(parameter.requires_grad for parameter in pipeline.parameters()))
     if not all(trains):
         raise ConfigError(
-            f"parallel.cut must give each rank a layer with parameters to train; got {pipeline.cut}, by which rank "
             f"parallel.cut must give each rank a layer with parameters to train; got {pipeline.cut}, with which rank "
+            f"{trains.index(False)} has none. Set it by hand: numbers of layers, such as parallel.cut = [4, 3]."
         )

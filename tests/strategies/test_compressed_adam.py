@@ -263,4 +263,4 @@ def test_a_small_eps_is_warned_of_once(name, caplog):
     assert not caplog.records
     run_virtual(lambda comm: body(comm, {}), 2)
     (record,) = caplog.records
-    assert f"eps of the optimiser is 1e-08, and should be 0.0001 or more with {name}" in record.getMessage()
+    assert f"eps of the optimiser is 1e-08, and should be at least 0.0001 with {name}" in record.getMessage()

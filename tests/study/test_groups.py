@@ -84,7 +84,7 @@ def test_a_run_is_another_one_with_other_settings_or_another_job(job, tmp_path):
 
 
 def test_a_run_that_fails_does_not_keep_the_others_from_being_made(job, tmp_path):
-    with pytest.raises(RunError, match=rf"1 runs have failed: see {FAILURE} in .*allreduce_on_2.*makes them again"):
+    with pytest.raises(RunError, match=rf"1 runs have failed: see {FAILURE} in .*allreduce_on_2.*runs them again"):
         GroupRuns(job, tmp_path, launcher=PretendedRuns("allreduce on 2")).make(groups(), [0])
     launcher = PretendedRuns()
     study = GroupRuns(job, tmp_path, launcher=launcher)

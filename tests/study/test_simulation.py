@@ -105,7 +105,7 @@ def test_a_cluster_is_read_from_a_file_and_from_flags():
         (
             None,
             "replay:nowhere",
-            "compute must be replay:RUN with a run's folder; got 'replay:nowhere', and there is no",
+            "compute must be replay:RUN with a run's folder; got 'replay:nowhere', which does not exist",
         ),
         (None, "20 minutes", "compute must be a time in ns, us, ms or s; got '20 minutes'."),
     ],

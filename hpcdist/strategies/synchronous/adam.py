@@ -67,7 +67,6 @@ class AdamStep(OwnStep):
     kinds: ClassVar = (torch.optim.Adam, torch.optim.AdamW)
     plain: ClassVar = {"amsgrad": False, "maximize": False}
     advice: ClassVar = "torch.optim.AdamW, or torch.optim.Adam without weight_decay"
-    _warned = False
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any):
         super().__init__(config, comm, model, **kwargs)
@@ -87,7 +86,19 @@ class AdamStep(OwnStep):
         if self.runs_optimizer:
             update()
         else:
+            if self.steps == 0:
+                self._warn_small_eps()
             self.move_all()
+
+    def _warn_small_eps(self) -> None:
+        eps = min(group["eps"] for group in self.optimizer.param_groups) if self.optimizer else LEAST_EPS
+        if eps < LEAST_EPS and self.config.compression and self.comm.rank == 0:
+            _log.warning(
+                "eps of the optimiser is %g, and should be at least %g with %s: one-bit messages give all elements of a "
+                "parameter the same size, so elements with a tiny v make large steps, and training may end in NaN. Set "
+                "eps=%g where you create the optimiser.",
+                eps, LEAST_EPS, name_of(self), LEAST_EPS,
+            )  # fmt: skip
 
     @abc.abstractmethod
     def move_all(self) -> None:
@@ -158,16 +169,6 @@ class AdamStep(OwnStep):
 
     def _check_settings(self, optimizer: torch.optim.Optimizer) -> None:
         super()._check_settings(optimizer)
-        eps = min(group["eps"] for group in optimizer.param_groups)
-        if eps < LEAST_EPS and self.config.compression and self.comm.size > 1 and not self._warned:
-            self._warned = True
-            if self.comm.rank == 0:
-                _log.warning(
-                    "eps of the optimiser is %g, and should be %g or more with %s: a message of one bit an element "
-                    "gives all elements of a parameter the same size, so that those of tiny v jump by that over eps, "
-                    "and training may end in NaN. Set eps=%g where you make the optimiser.",
-                    eps, LEAST_EPS, name_of(self), LEAST_EPS,
-                )  # fmt: skip
         coupled = [group for group in optimizer.param_groups if group["weight_decay"]]
         if coupled and not coupled[0].get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)):
             raise self.setting_error("weight_decay", 0, coupled[0]["weight_decay"])

@@ -95,8 +95,8 @@ class AdamStep(OwnStep):
         if eps < LEAST_EPS and self.config.compression and self.comm.rank == 0:
             _log.warning(
                 "eps of the optimiser is %g, and should be at least %g with %s: one-bit messages give all elements of "
-                "a parameter the same size, so elements with a tiny v make large steps, and training may end in NaN. Set "
-                "eps=%g where you create the optimiser.",
+                "a parameter the same size, so elements with a tiny v make large steps, and training may end in NaN. "
+                "Set eps=%g where you create the optimiser.",
                 eps, LEAST_EPS, name_of(self), LEAST_EPS,
             )  # fmt: skip
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,28 @@ def test_the_strategy_in_contributing_averages_parameters(averaging, period):
     for step in range(6):
         equal = found[0][step] == found[1][step] == found[2][step]
         assert equal == ((step + 1) % period == 0)
+
+
+def test_the_strategy_that_explains_a_step_is_allreduce(tmp_path):
+    page = blocks((ROOT / "docs/how-a-step-runs.md").read_text())
+    (code,) = [block.code for block in page if "class MeanOfGradients" in block.code]
+    (tmp_path / "mean.py").write_text(code)
+
+    def body(comm, strategy):
+        hd.init(comm=comm)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, strategy)
+        for x in hd.shard(torch.utils.data.DataLoader(torch.arange(44.0).view(11, 4) / 44, batch_size=2)):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return model.weight.detach()
+
+    found = [
+        run_virtual(partial(body, strategy=name), 3) for name in (f"{tmp_path}/mean.py:MeanOfGradients", "allreduce")
+    ]
+    torch.testing.assert_close(*found)
 
 
 def _checked(spec: str, status: int = 0) -> tuple[str, str]:

@@ -72,7 +72,12 @@ def best_of(folder: Path, steps: Iterable[int]) -> Path | None:
 
 
 def _prune(final: Path, step: int, keep: int, best: Sequence[int]) -> None:
-    """Rename checkpoints of later steps, and remove all but the last `keep` and the best one."""
+    """Rename checkpoints of later steps than `step`, and remove all but the last `keep` and the best one.
+
+    Args:
+        final: the checkpoint of `step`.
+        best: steps, the best first.
+    """
     # The run resumed from an earlier step: checkpoints of later steps must not count as its latest.
     newer = [path for path in listing(final.parent) if step_of(path) > step]
     for path in newer:
@@ -82,13 +87,13 @@ def _prune(final: Path, step: int, keep: int, best: Sequence[int]) -> None:
             f"{abandoned.name}; delete it if you don't need it.",
             stacklevel=2,
         )
-    kept, spared = 0, best_of(final.parent, best)
+    n_kept, best_path = 0, best_of(final.parent, best)
     for path in listing(final.parent):
-        superseded = path.with_suffix("") != path and path.with_suffix("").exists()
-        if superseded or (kept >= keep and path != spared):
+        superseded = path.with_suffix("") != path and path.with_suffix("").exists()  # .replaced by a complete one
+        if superseded or (n_kept >= keep and path != best_path):
             discard(path)
         else:
-            kept += 1
+            n_kept += 1
 
 
 def discard(path: Path) -> None:

@@ -24,10 +24,9 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set the states from `random_state`. A CUDA state is skipped, with a warning, if there is no CUDA.
+    """Set the states from `random_state`; raise CheckpointError if `state` is not its result.
 
-    Raises:
-        CheckpointError: `state` is not a result of `random_state`.
+    A CUDA state is skipped, with a warning, if there is no CUDA.
     """
     try:
         random.setstate(state["python"])

@@ -39,8 +39,8 @@ def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
     paths = listing(Path(folder))
     if not fallback:
         return paths[0] if paths else None
-    whole = _first_whole(folder, paths, _verify, warns=True)
-    return None if whole is None else whole[0]
+    found = _first_whole(folder, paths, _verify, warns=True)
+    return None if found is None else found[0]
 
 
 def latest_on_all_ranks(comm: Communicator, folder: str | Path) -> tuple[Path, Manifest] | None:
@@ -55,8 +55,8 @@ def latest_on_all_ranks(comm: Communicator, folder: str | Path) -> tuple[Path, M
     folder, first = Path(folder), comm.failures.alive[0]
     leads = comm.rank == first  # other ranks may see a shared folder later
     local = raise_on_all_ranks(comm, lambda: [path.name for path in listing(folder)] if leads else [])
-    names, alone = comm.gather([local, leads and (folder / FILE_NAME).is_file()])[first]
-    if alone and not names:
+    names, is_checkpoint = comm.gather([local, leads and (folder / FILE_NAME).is_file()])[first]
+    if is_checkpoint and not names:
         return folder, verify_on_all_ranks(comm, folder)
     return _first_whole(folder, [folder / name for name in names], lambda path: _verify_on_all_ranks(comm, path), leads)
 
@@ -64,7 +64,11 @@ def latest_on_all_ranks(comm: Communicator, folder: str | Path) -> tuple[Path, M
 def _first_whole(
     folder: str | Path, paths: Sequence[Path], check: Callable[[Path], Manifest], warns: bool
 ) -> tuple[Path, Manifest] | None:
-    """Return the first checkpoint that passes the check; None if `paths` is empty."""
+    """Return the first checkpoint that passes the check; None if `paths` is empty; CheckpointError if none passes.
+
+    Args:
+        warns: warn about each checkpoint before that one.
+    """
     reasons: list[str] = []
     for path in paths:
         try:
@@ -84,11 +88,7 @@ def _first_whole(
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 def verify(path: str | Path) -> Manifest:
-    """Check every file of a checkpoint against its manifest; return the manifest.
-
-    Raises:
-        CheckpointError: a file is missing or damaged; names it.
-    """
+    """Check every file of a checkpoint against its manifest; return the manifest, or raise CheckpointError."""
     path = Path(path)
     return _or_suggest_older(path, lambda: _verify(path))
 
@@ -118,7 +118,7 @@ def _verify(path: Path, first: int = 0, stride: int = 1) -> Manifest:
 
 
 def _or_suggest_older(path: Path, check: Callable[[], T]) -> T:
-    """Return the result of a check; if it fails, name an older checkpoint if there is one."""
+    """Return the result of a check; add to the message of its CheckpointError an older checkpoint if there is one."""
     try:
         return check()
     except CheckpointError as error:
@@ -148,13 +148,13 @@ class SavedRank:
     """
 
     def __init__(self, path: str | Path, rank: int, files: Callable[[int], TensorFile] | None = None):
-        tree, files = Path(path) / tree_file(rank), files or tensor_files(path)
-        with understood(tree):
-            self._tree = parse_json(read_bounded(tree, tree.stat().st_size), tree, CheckpointError)
+        where, files = Path(path) / tree_file(rank), files or tensor_files(path)
+        with understood(where):
+            self._tree = parse_json(read_bounded(where, where.stat().st_size), where, CheckpointError)
         with understood(Path(path) / tensor_file(rank)):
-            own = files(rank)
-        self._where = tree
-        self._decoder = TreeDecoder(lambda name: files(own.owners.get(name, rank)).read(name), own.positions, tree)
+            file = files(rank)
+        self._where = where
+        self._decoder = TreeDecoder(lambda name: files(file.owners.get(name, rank)).read(name), file.positions, where)
 
     def at(self, *keys: str, default: Any = None) -> Any:
         """Return the value under these keys of nested dicts, tensors on the CPU; `default` if there is none."""

@@ -44,11 +44,7 @@ def tensor_file(rank: int) -> str:
 
 
 def write_manifest(directory: Path, step: int, meta: Any, files: dict[str, Stamp]) -> None:
-    """Write and fsync the manifest.
-
-    Raises:
-        CheckpointError: `meta` can't be stored; tensors are for the state.
-    """
+    """Write and fsync the manifest; raise CheckpointError if `meta` has tensors or objects that can't be stored."""
     tree, tensors, _ = encode(meta, "meta")
     if tensors:
         raise CheckpointError(f"{next(iter(tensors))} must not be a tensor or array; got one. Put it in the state.")
@@ -97,20 +93,20 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def _manifest(content: Any, file: Path) -> Manifest:
-    """Decode the manifest's content; raise ValueError for contradictory fields."""
+    """Decode the manifest's content, read from `file`; raise ValueError for contradictory fields."""
     files = {name: _stamp(**fields) for name, fields in content["files"].items()}
     step, ranks, writer = content["step"], content["ranks"], content["hpcdist"]
     meta = TreeDecoder(NO_TENSORS.__getitem__, {}, file).decode(content["meta"])
     numbers = (step, ranks, *(stamp.bytes for stamp in files.values()))
-    named = {name(rank) for rank in range(min(ranks, len(files))) for name in (tree_file, tensor_file)}
+    expected_names = {name(rank) for rank in range(min(ranks, len(files))) for name in (tree_file, tensor_file)}
     texts = (writer, *(stamp.checksum for stamp in files.values()))
-    known = all(type(n) is int and n >= 0 for n in numbers) and all(isinstance(text, str) for text in texts)
+    types_fit = all(type(n) is int and n >= 0 for n in numbers) and all(isinstance(text, str) for text in texts)
     stages = meta.get("stages", 1)
     if (
-        not known
+        not types_fit
         or ranks < 1
         or len(files) != 2 * ranks
-        or named != set(files)
+        or expected_names != set(files)
         or type(stages) is not int
         or stages < 1
         or ranks % stages

@@ -15,11 +15,8 @@ T = TypeVar("T")
 def raise_on_all_ranks(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
     """Collective. Run `work` on every rank; return the result when `work` has succeeded on all ranks.
 
-    Args:
-        rule: start of the error message.
-
     Raises:
-        CheckpointError: `work` has failed on some ranks; the message lists the reasons, on all ranks.
+        CheckpointError: `work` has failed on some ranks; the message is `rule` and the reasons, the same on all ranks.
     """
     failure = None
     try:
@@ -28,17 +25,17 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T], rule: str = ""
         raise
     except Exception as error:  # of any type, because the other ranks wait for the result
         failure = error
-    elsewhere = isinstance(failure, HpcdistError) and failure.on_other_rank
-    reasons = dict(enumerate(comm.gather("" if failure is None or elsewhere else _reason(failure))))
-    ranks: dict[str, list[int]] = {}
+    raised_elsewhere = isinstance(failure, HpcdistError) and failure.on_other_rank
+    reasons = dict(enumerate(comm.gather("" if failure is None or raised_elsewhere else _reason(failure))))
+    ranks_of: dict[str, list[int]] = {}
     for rank in comm.failures.alive:
-        ranks.setdefault(reasons[rank], []).append(rank)
-    succeeded = ranks.pop("", [])
-    if not ranks:
+        ranks_of.setdefault(reasons[rank], []).append(rank)
+    succeeded = ranks_of.pop("", [])
+    if not ranks_of:
         return result
-    everywhere = not succeeded and len(ranks) == 1
-    where = {reason: "" if everywhere else f"on rank {', '.join(map(str, of))}: " for reason, of in ranks.items()}
-    raise CheckpointError(rule + " ".join(f"{prefix}{reason}" for reason, prefix in where.items())) from failure
+    all_same = not succeeded and len(ranks_of) == 1
+    prefix_of = {reason: "" if all_same else f"on rank {', '.join(map(str, of))}: " for reason, of in ranks_of.items()}
+    raise CheckpointError(rule + " ".join(f"{prefix}{reason}" for reason, prefix in prefix_of.items())) from failure
 
 
 def _reason(failure: Exception) -> str:
@@ -51,10 +48,9 @@ def _reason(failure: Exception) -> str:
 
 @contextmanager
 def understood(where: object, what: str = "what hpcdist has saved") -> Iterator[None]:
-    """Convert any error about a file's content, which may have another origin, into a CheckpointError of one sentence.
+    """Convert errors of other types within the context into a CheckpointError: `where` must hold `what`.
 
-    Raises:
-        CheckpointError: an error of another type within the context.
+    For code that reads the content of a file, which may be damaged, or written by another program.
     """
     try:
         yield

@@ -153,6 +153,7 @@ class _Draft:
         self._rank, self._meta = self._alive.index(comm.rank), dict(meta or {})
         rule = f"The checkpoint of step {step} must be saved by all ranks; got "
         self._agreed = partial(raise_on_all_ranks, comm, rule=rule)
+        # `name` is that of the temporary folder on rank 0; None on others, which learn it from `proposals`.
         name, (tree, tensors, positions) = self._agreed(
             lambda: (None if self._rank else _prepare(folder, self._step, keep), encode(state))
         )
@@ -189,9 +190,9 @@ class _Draft:
                     _await_all(self._comm)
 
         try:
-            own = self._agreed(lambda: with_all(self._write))
-            of_ranks = self._comm.gather({name: list(stamp) for name, stamp in own.items()})
-            stamps = {name: Stamp(*stamp) for rank in self._alive for name, stamp in of_ranks[rank].items()}
+            local_stamps = self._agreed(lambda: with_all(self._write))
+            by_rank = self._comm.gather({name: list(stamp) for name, stamp in local_stamps.items()})
+            stamps = {name: Stamp(*stamp) for rank in self._alive for name, stamp in by_rank[rank].items()}
             self._agreed(lambda: with_all(lambda: None if self._rank else self._finish(stamps)))
         except BaseException as error:
             if not self._rank or isinstance(error, CheckpointError):  # else it may be about to be published
@@ -207,6 +208,7 @@ class _Draft:
         return files
 
     def _finish(self, files: dict[str, Stamp]) -> None:
+        # On rank 0: check that all ranks' files are visible, write the manifest, and rename the folder.
         for name, stamp in files.items():
             if not (self._temporary / name).is_file() or (self._temporary / name).stat().st_size != stamp.bytes:
                 raise CheckpointError(
@@ -222,7 +224,7 @@ def _await_all(comm: Communicator) -> None:
     """Collective. Wait for all ranks, by messages: in a collective call of MPI a rank would keep its core busy."""
     token, (first, *others) = torch.zeros(1, dtype=torch.uint8), comm.failures.alive
     leads = comm.rank == first
-    for sends in (not leads, leads):
+    for sends in (not leads, leads):  # the first rank receives a token of each other rank, then sends one to each
         for peer in others if leads else [first]:
             if sends:
                 comm.isend(token, peer).wait()
@@ -232,9 +234,9 @@ def _await_all(comm: Communicator) -> None:
 
 
 def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Collective. Return the rank that writes each tensor, by name: of those that have it the one with least to write.
+    """Collective. Return by tensor name the rank that writes it: of those that have it, the one with least to write.
 
-    Ranks are counted among those alive. Short tensors are missing; each rank writes its own.
+    Ranks are numbered among those alive. Short tensors are missing; each rank writes its own.
     """
     if comm.size == 1:
         return {}
@@ -245,14 +247,14 @@ def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]
             checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
             checksum.update(tensor_bytes(tensor).data)
             keys[name] = tensor.nbytes.to_bytes(SIZE_BYTES, "big") + checksum.digest()
-    of_ranks = comm.gather(b"".join(keys.values()))
+    keys_by_rank = comm.gather(b"".join(keys.values()))
     holders: dict[bytes, list[int]] = {}
-    for rank, held in enumerate(of_ranks[rank] for rank in comm.failures.alive):
-        for start in range(0, len(held), KEY_BYTES):
-            holders.setdefault(held[start : start + KEY_BYTES], []).append(rank)
+    for rank, keys_of_rank in enumerate(keys_by_rank[rank] for rank in comm.failures.alive):
+        for start in range(0, len(keys_of_rank), KEY_BYTES):
+            holders.setdefault(keys_of_rank[start : start + KEY_BYTES], []).append(rank)
     # Few owners to choose from first, then the longest: ranks write about as much, and the same part each time.
     sizes = {key: int.from_bytes(key[:SIZE_BYTES], "big") for key in holders}
-    written, owners = [0] * len(of_ranks), {}
+    written, owners = [0] * len(keys_by_rank), {}
     for key in sorted(holders, key=lambda key: (len(holders[key]), -sizes[key])):
         owners[key] = min(holders[key], key=written.__getitem__)
         written[owners[key]] += sizes[key]
@@ -260,6 +262,7 @@ def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]
 
 
 def _prepare(folder: Path, step: int, keep: int) -> str:
+    # Create the folder, or remove incomplete checkpoints in it; return a name for the temporary one.
     if step < 0 or keep < 1:
         raise CheckpointError(f"step and keep must be at least 0 and 1; got {step} and {keep}.")
     if not folder.is_dir():

@@ -57,11 +57,7 @@ class SlicePosition:
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> SlicePosition:
-        """Return the position from the result of `describe`.
-
-        Raises:
-            ValueError, TypeError: the description contradicts itself.
-        """
+        """Return the position from the result of `describe`; raise ValueError or TypeError if it contradicts itself."""
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
         position = cls(**values)
         if not position._is_possible():
@@ -74,10 +70,10 @@ class SlicePosition:
         numbers = (*self.shape, *offset, *self.size, *self.part, *span)
         if not isinstance(self.name, str) or any(type(number) is not int or number < 0 for number in numbers):
             return False
-        rows = list(zip(self.shape, offset, self.size, self.part, strict=True))
-        inside = self.offset is None or all(start + size <= whole for whole, start, size, _ in rows)
-        spans = len(span) == 2 and span[0] <= span[1] <= math.prod(self.part)
-        return inside and spans and all(size <= part for *_, size, part in rows)
+        dimensions = list(zip(self.shape, offset, self.size, self.part, strict=True))
+        inside = self.offset is None or all(start + size <= whole for whole, start, size, _ in dimensions)
+        span_fits = len(span) == 2 and span[0] <= span[1] <= math.prod(self.part)
+        return inside and span_fits and all(size <= part for *_, size, part in dimensions)
 
 
 @dataclass(frozen=True)
@@ -89,11 +85,7 @@ class Slice:
 
     @property
     def tensor(self) -> Tensor:
-        """The elements: in the part's shape, or 1-D if they are a span of it.
-
-        Raises:
-            ValueError: the file holds another shape.
-        """
+        """The elements, in the part's shape, or 1-D if they are a span of it; raises ValueError for other shapes."""
         tensor = self.values if isinstance(self.values, Tensor) else self.values()
         expected = self.position.part if self.position.span is None else (self.position.numel,)
         if tuple(tensor.shape) != expected:
@@ -134,11 +126,7 @@ def join(slices: Mapping[SlicePosition, Tensor], path: Any) -> Tensor:
 
 
 def cut(whole: Tensor, position: SlicePosition, path: Any) -> Tensor:
-    """Return the slice at a position of a whole tensor, padded with zeros.
-
-    Raises:
-        CheckpointError: the offset of the slice is unknown.
-    """
+    """Return the slice at a position of a tensor, padded with zeros; raise CheckpointError if its offset is unknown."""
     if position.is_whole:
         return whole
     if position.offset is None:

@@ -47,10 +47,9 @@ SUFFIXES = (".pt", ".pth", ".safetensors")  # of exported files
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Stamp:
-    """Write and fsync a new file. Tensors are copied one at a time, if they are not contiguous and on the CPU.
+    """Write and fsync a new file, with `metadata` as the header's `__metadata__`.
 
-    Args:
-        metadata: the header's `__metadata__`.
+    Tensors are copied one at a time, if they are not contiguous and on the CPU.
     """
     return write_durably(path, _chunks(tensors, metadata or {}))
 

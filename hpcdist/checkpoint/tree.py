@@ -52,6 +52,7 @@ class _Encoder:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
+        # Return the node for a value at `path` in the state; add its tensors to `tensors`.
         if depth > MAX_DEPTH:
             raise CheckpointError(
                 f"{path} must be nested at most {MAX_DEPTH} deep; got more. Does the state contain itself?"
@@ -93,24 +94,17 @@ class _Encoder:
         return {"$counter" if type(value) is Counter else "$dict": pairs}
 
     def _encode_tensor(self, value: Tensor, path: str, position: SlicePosition | None = None) -> dict[str, Any]:
+        # Add a tensor under its path, unless an identical view has a name; return the node with the tensor's name.
         dense = value.layout is torch.strided and not (value.is_nested or value.is_meta)
         if not dense or type(value.data) is not Tensor:  # a subclass may store its elements elsewhere
             raise _refusal(path, value)
         stored = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
         if stored.dtype not in STORED:
             raise _refusal(path, value)
-        view = (
-            stored.data_ptr(),
-            stored.dtype,
-            stored.shape,
-            stored.stride(),
-            stored.device,
-            stored.is_neg(),
-            position,
-        )
+        key = (stored.data_ptr(), stored.dtype, stored.shape, stored.stride(), stored.device, stored.is_neg(), position)
         if path in self.tensors:  # two NaN keys, or tensors in a dict's keys
             path = f"{path} #{len(self.tensors)}"
-        name = self._names.setdefault(view, path) if stored.numel() else path
+        name = self._names.setdefault(key, path) if stored.numel() else path
         self.tensors[name] = stored
         if position is not None:
             self.positions[name] = position
@@ -142,11 +136,7 @@ class TreeDecoder:
         self._read, self._positions, self._where = read, positions, where
 
     def decode(self, node: Any) -> Any:
-        """Return the state that a node of the tree represents.
-
-        Raises:
-            CheckpointError: the node was not created by `encode`.
-        """
+        """Return the state that a node of the tree represents; raise CheckpointError if it is not from `encode`."""
         with understood(self._where):
             return self._decode(node, cache(self._read))  # equal views are one tensor again
 

@@ -29,7 +29,7 @@ _exit = os._exit
 
 
 def is_class(value: object) -> TypeGuard[type]:
-    """Tell whether a value is a class; `list[int]`, which Python 3.10 takes for an instance of `type`, is none."""
+    """Return whether a value is a class; `list[int]` is none, although Python 3.10 calls it an instance of `type`."""
     return issubclass(type(value), type)
 
 
@@ -37,8 +37,8 @@ def is_class(value: object) -> TypeGuard[type]:
 def neighbours(path: Path) -> Iterator[None]:
     """Import modules from the folder of the file `path` first, within the context.
 
-    Modules from another file's folder leave sys.modules, so that `import helpers` finds each file's own. At the end of
-    an inner context the outer one's modules come back.
+    Modules from other files' folders are removed from sys.modules, so that `import helpers` imports the one next to
+    `path`. At the end of an inner context the outer one's modules come back.
     """
     folder = path.resolve().parent
     hidden = {}  # modules of the outer context
@@ -49,29 +49,29 @@ def neighbours(path: Path) -> Iterator[None]:
                 del sys.modules[name]
                 if str(its_folder) in sys.path:
                     hidden[name] = module, its_folder
-    before, place = _known_modules(), str(folder)
-    _open[place] += 1
-    if not _inserted[place] or sys.path[:1] != [place]:
-        sys.path.insert(0, place)
-        _inserted[place] += 1
+    known_before, entry = _known_modules(), str(folder)
+    _open[entry] += 1
+    if not _inserted[entry] or sys.path[:1] != [entry]:
+        sys.path.insert(0, entry)
+        _inserted[entry] += 1
     try:
         yield
     finally:
-        _open[place] -= 1
-        if _inserted[place] > _open[place]:
-            _inserted[place] -= 1
-            if place in sys.path:
-                sys.path.remove(place)
-        for name in sys.modules.keys() - before:
+        _open[entry] -= 1
+        if _inserted[entry] > _open[entry]:
+            _inserted[entry] -= 1
+            if entry in sys.path:
+                sys.path.remove(entry)
+        for name in sys.modules.keys() - known_before:
             top = name.partition(".")[0]
-            if top not in before and name in sys.modules and _is_in_folder(sys.modules.get(top), folder):
+            if top not in known_before and name in sys.modules and _is_in_folder(sys.modules.get(top), folder):
                 _neighbours[name] = sys.modules[name], folder
         _neighbours.update(hidden)
         sys.modules.update({name: module for name, (module, _) in hidden.items()})
 
 
 def _known_modules() -> frozenset[str]:
-    """Return the names of all imported modules: the same set until one is imported, as a set takes 130 KiB."""
+    """Return the names of all imported modules: the same object until one is imported, as the set takes 130 KiB."""
     global _known
     if _known != sys.modules.keys():
         _known = frozenset(sys.modules)
@@ -89,13 +89,12 @@ def imported_from_same_folder(path: Path) -> list[Path]:
 
 
 def _is_in_folder(module: Any, folder: Path) -> bool:
-    """Tell whether a module, or a package, lies directly in the folder."""
+    """Return whether a module, or a package, lies directly in the folder."""
     file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
     where = next(iter(folders), None) if folders is not None else file
     location = None if where is None else Path(where).resolve()
-    return (
-        location is not None and location.parent == folder and location.exists()
-    )  # torch makes modules without a file
+    # `exists`, because torch creates modules without a file.
+    return location is not None and location.parent == folder and location.exists()
 
 
 def binds(text: str, name: str) -> bool:
@@ -121,7 +120,7 @@ def load_file(path: Path) -> ModuleType:
 
 @contextmanager
 def not_ending(path: Path, when: str, advice: str) -> Iterator[None]:
-    """Run code of the file `path`, which must not end the process: with the status 0 all would seem to be done.
+    """Run code of the file `path` that must not end the process: with status 0 the job would seem to have ended well.
 
     Raises:
         ConfigError: it has called sys.exit, or raised Exit of typer or click. After `os._exit(0)` the status is 1.
@@ -131,18 +130,19 @@ def not_ending(path: Path, when: str, advice: str) -> Iterator[None]:
     os._exit = _exit_with_a_word  # processes that this one forks end as they like
     try:
         yield
-    except (SystemExit, RuntimeError) as exit:
-        if isinstance(exit, RuntimeError) and type(exit).__name__ != "Exit":
+    except (SystemExit, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and type(error).__name__ != "Exit":
             raise
-        status = getattr(exit, "exit_code", getattr(exit, "code", 0))
-        last = traceback.extract_tb(exit.__traceback__)[-1]
-        got = f"sys.exit({status!r}) at {last.filename}:{last.lineno}"
+        status = getattr(error, "exit_code", getattr(error, "code", 0))
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        got = f"sys.exit({status!r}) at {frame.filename}:{frame.lineno}"
         raise ConfigError(rule % got) from None
     finally:
         _running.pop()
 
 
 def _exit_with_a_word(status: int) -> NoReturn:
+    # In place of os._exit: within `not_ending` log the message, and turn the status 0 into 1.
     if status == 0 and _running and _running[-1][0] == os.getpid():
         status = 1
         log.before_end(_running[-1][1])
@@ -150,9 +150,9 @@ def _exit_with_a_word(status: int) -> NoReturn:
 
 
 def loaded_files() -> dict[str, list[int]]:
-    """Return checksums of the user's files that were loaded by their paths, or imported from beside these, by name.
+    """Return by file name the checksums of the user's files: loaded by path, or imported from the same folders.
 
-    Not by path: nodes may have them in different folders.
+    Not by path, because nodes may have them in different folders.
     """
     checksums = {path: checksum for path, (_, checksum) in _loaded.items()}
     siblings = [Path(module.__file__) for module, _ in _neighbours.values() if module.__file__]
@@ -206,10 +206,7 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
 
 
 def git_commit(folder: Path | None = None) -> tuple[str | None, bool]:
-    """Return the commit of a folder, by default the current one, and whether tracked files differ from it.
-
-    (None, False) outside of git.
-    """
+    """Return the commit of a folder (default: current one), and whether tracked files differ; (None, False): no git."""
     head = _git(folder, "rev-parse", "HEAD")
     if head is None:
         return None, False
@@ -218,7 +215,7 @@ def git_commit(folder: Path | None = None) -> tuple[str | None, bool]:
 
 def _git(folder: Path | None, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, errors="replace")
+        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, errors="replace")
     except OSError:
         return None
-    return done.stdout if done.returncode == 0 else None
+    return result.stdout if result.returncode == 0 else None

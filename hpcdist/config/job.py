@@ -230,6 +230,7 @@ class JobConfig(Settings):
                 f"optimizer.scale must be none with {self.schedule.name}, whose own options say the rates; got "
                 f"{self.optimizer.scale!r}. Leave it out."
             )
+        # Built for a dummy parameter: torch checks the options, and a OneCycleLR has its total_steps.
         schedule = self.schedule.build(self.optimizer.build([torch.zeros(1, 1, requires_grad=True)]))
         setting, limit = ("budget.steps", self.budget.steps) if self.schedule.per == "step" else ("epochs", None)
         total = schedule.total_steps if isinstance(schedule, OneCycleLR) else None

@@ -66,16 +66,17 @@ def _toml(value: Any) -> str:
 
 
 def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    # Return `lower`, overridden by `upper`, by the rules of `load`.
     merged = dict(lower)
     for key, value in upper.items():
-        below: Any = merged.get(key)
-        if isinstance(below, str) and isinstance(value, dict):
-            below = {"name": below}
-        elif isinstance(value, str) and isinstance(below, dict) and "name" in below:
+        old: Any = merged.get(key)
+        if isinstance(old, str) and isinstance(value, dict):
+            old = {"name": old}
+        elif isinstance(value, str) and isinstance(old, dict) and "name" in old:
             value = {"name": value}
-        tables = isinstance(below, dict) and isinstance(value, dict)
-        same_algorithm = tables and value.get("name", below.get("name")) == below.get("name")
-        merged[key] = _merge(below, value) if same_algorithm else value
+        tables = isinstance(old, dict) and isinstance(value, dict)
+        same_algorithm = tables and value.get("name", old.get("name")) == old.get("name")
+        merged[key] = _merge(old, value) if same_algorithm else value
     return merged
 
 
@@ -118,6 +119,7 @@ def _check_integers(value: Any) -> None:
 
 
 def _set(table: dict[str, Any], override: str) -> None:
+    # Store the value of a flag `key.subkey=value` in nested tables.
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not _KEY.fullmatch(key):
@@ -135,6 +137,7 @@ def _set(table: dict[str, Any], override: str) -> None:
 
 
 def _parse(text: str, override: str) -> Any:
+    # Return the value of a flag; the text itself if it is a bare word.
     try:
         parsed = _parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
@@ -172,10 +175,10 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def changes(before: Any, now: Any, where: str = "") -> Changes:
-    """Find the settings with another value than before: both values by dotted key.
+    """Return the settings whose values differ: by dotted key, the values (before, now).
 
-    A setting that only one of the tables has is none, as versions differ in them. Where an algorithm's name differs,
-    its options mean something else, and only the name is listed.
+    A setting that only one of the tables has is skipped, as versions of hpcdist have different settings. If an
+    algorithm's name differs, its options mean something else, and only the name is listed.
     """
     if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
         return {} if _canonical(before) == _canonical(now) else {where: (before, now)}
@@ -200,9 +203,12 @@ NOT_COMPARED = ("checkpoint.folder", "data.path", "log", "output", "strategy.nam
 
 
 def differing(settings: Mapping[K, Mapping[str, Any]]) -> dict[str, dict[K, str]]:
-    """Find the settings in which runs differ: for each dotted key the values, as text, of the runs that have it.
+    """Return the settings in which runs differ: by dotted key, for each run that has the key, its value as text.
 
     Options of an algorithm are compared only among runs with the same algorithm.
+
+    Args:
+        settings: of each run.
     """
     leaves = {run: _leaves(of_run) for run, of_run in settings.items()}
     keys = dict.fromkeys(key for of_run in leaves.values() for key in of_run)
@@ -211,10 +217,11 @@ def differing(settings: Mapping[K, Mapping[str, Any]]) -> dict[str, dict[K, str]
         values: dict[str, set[str]] = {}  # by algorithm
         for run, of_run in leaves.items():
             table: Any = settings[run].get(key.partition(".")[0])
-            choice = key.endswith(".name")  # such as a compression's, which may be absent
-            if choice or key in of_run:
-                whole = (choice and key.count(".") == 1) or not isinstance(table, Mapping)  # not an algorithm's option
-                algorithm = "" if whole else str(table.get("name"))
+            is_name = key.endswith(".name")  # such as a compression's, which may be absent
+            if is_name or key in of_run:
+                # Top-level settings and names are no options of an algorithm.
+                is_top_level = (is_name and key.count(".") == 1) or not isinstance(table, Mapping)
+                algorithm = "" if is_top_level else str(table.get("name"))
                 values.setdefault(algorithm, set()).add(of_run.get(key, ""))
         if key not in NOT_COMPARED and any(len(texts) > 1 for texts in values.values()):
             different[key] = {run: of_run[key].strip('"') for run, of_run in leaves.items() if key in of_run}
@@ -230,9 +237,9 @@ def _canonical(value: Any) -> str:
 
 
 def by_value(value: Any) -> Any:
-    """Return settings in types that JSON has, the same in each process that has the same settings.
+    """Return settings in types that JSON has, equal in all processes with equal settings.
 
-    A repr may hold an address in memory; the order of a set and the device of a tensor are a process's own, too.
+    So addresses in a repr, the order of a set, and the device of a tensor are dropped.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -48,7 +48,7 @@ class OptimizerConfig(Named):
         return self
 
     def factor(self, batch: int) -> float:
-        """Return the factor of the learning rate for updates by `batch` samples of all workers together."""
+        """Return the factor by which `scale` multiplies the learning rate, for `batch` samples of all workers."""
         if self.reference_batch is None:
             return 1.0
         ratio = batch / self.reference_batch
@@ -102,7 +102,7 @@ def check_options(where: str, algorithm: type, options: Iterable[str]) -> None:
 
 
 def call(where: str, algorithm: Callable[..., Any], target: Any, options: dict[str, Any], display: Any = None) -> Any:
-    """Call `algorithm(target, **options)`, and raise ConfigError with the options `display` if torch refuses them."""
+    """Return `algorithm(target, **options)`; raise ConfigError, with the options `display`, if torch refuses them."""
     try:
         return algorithm(target, **options)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
@@ -205,7 +205,7 @@ def schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
 
 
 def with_functions_of(path: Path, table: Any) -> Any:
-    """Write a function that a schedule's table names without a file as `path:name`, of the job's file."""
+    """Return a schedule's table in which a function `name` without a file is `path:name`; `path` is the job's file."""
     if isinstance(table, list):
         return [with_functions_of(path, part) for part in table]
     if not isinstance(table, Mapping):
@@ -231,6 +231,7 @@ def _check(where: str, config: SchedulePart | ScheduleConfig) -> None:
 def _build(
     where: str, config: SchedulePart | ScheduleConfig, optimizer: torch.optim.Optimizer
 ) -> lr_scheduler.LRScheduler:
+    # Build the schedule, and the schedules that it consists of. `config.options` is a new dict at each access.
     cls, options = schedules()[str(config.name)], config.options
     if FUNCTION in options:
         options[FUNCTION] = load_function(str(options[FUNCTION]), f"{where}.{FUNCTION}")

@@ -82,6 +82,7 @@ class Settings(BaseModel, metaclass=_Refusing):
     @field_validator("*", mode="before")
     @classmethod
     def _from_toml(cls, value: Any, info: ValidationInfo) -> Any:
+        # Convert what TOML lacks: "none" to None, and arrays to tuples.
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, str) and value == "none" and _admits(annotation, NoneType):
             return None
@@ -185,6 +186,7 @@ def describe(model: type[Settings], where: str = "", current: Settings | None = 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 def _refusal(model: type[Settings], error: ValidationError, where: str) -> ConfigError:
+    # Convert pydantic's error into ours; `where` is the dotted key of the model's table.
     details = error.errors(include_url=False)
     raised = details[0].get("ctx", {}).get("error")
     if len(details) == 1 and isinstance(raised, ConfigError):
@@ -203,7 +205,7 @@ def _refusal(model: type[Settings], error: ValidationError, where: str) -> Confi
 
 
 def _explain(model: type[Settings], detail: ErrorDetails, where: str) -> tuple[str, str, str]:
-    """Return the key, the rule and the ending of an error's message."""
+    """Return (key, rule, ending) of the message `key rule ending` about one of pydantic's errors."""
     loc, kind = detail["loc"], detail["type"]
     if kind == "extra_forbidden":
         parent, _, owner = _locate(model, loc[:-1], where)
@@ -226,7 +228,7 @@ def _explain(model: type[Settings], detail: ErrorDetails, where: str) -> tuple[s
 
 
 def _locate(model: type[Settings], loc: Iterable[int | str], where: str) -> tuple[str, FieldInfo | None, Any]:
-    """Find the dotted key, the field and the value's annotation for pydantic's location of an error."""
+    """Return the dotted key, the field and the value's annotation at `loc`, pydantic's path to an error in `model`."""
     annotation: Any = model
     key, field = where, None
     for part in loc:
@@ -288,6 +290,7 @@ def _admits(annotation: Any, kind: type) -> bool:
 
 
 def _settings_in(annotation: Any) -> type[Settings] | None:
+    # Return the class of settings that a field's annotation admits, such as in `CheckpointConfig | None`.
     for branch in _branches(annotation):
         if get_origin(branch) is None and isinstance(branch, type) and issubclass(branch, Settings):
             return branch
@@ -299,6 +302,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
+    # Return all values of a type as texts; () if it has too many to list.
     if annotation is bool:
         return "true", "false"
     if get_origin(annotation) is Literal:

@@ -109,12 +109,12 @@ def fetch(name: str, folder: Path, *, source: Path | None = None, show: Show = l
 
 
 def fetch_first(names: Sequence[str], folder: Path) -> str:
-    """Fetch the first available data set into a folder of its name, and return its name; one in `folder` comes first.
+    """Fetch the first available data set of `names` into `folder/name`; return its name, or raise DataError.
 
-    Raises DataError, with the reasons, where none is available.
+    Data sets that are already in `folder` are tried first.
     """
     reasons = []
-    for name in sorted(
+    for name in sorted(  # False, for a data set with all its files, comes before True
         names, key=lambda name: not all((folder / name / file).exists() for file in RELEASES[name].sha256)
     ):
         try:
@@ -140,6 +140,7 @@ def _origins(release: Release, source: Path | None, show: Show) -> Iterator[tupl
 
 # --- a folder ---------------------------------------------------------------------------------------------------------
 def _copy(release: Release, source: Path, folder: Path) -> None:
+    # Copy the files of a release from `source` to `folder`; raise Unavailable if one is missing or not the original.
     if not source.is_dir():
         raise Unavailable("there is no such folder")
     for file, sha in release.sha256.items():
@@ -152,23 +153,23 @@ def _copy(release: Release, source: Path, folder: Path) -> None:
 
 
 def _accept(path: Path, target: Path, sha: str) -> None:
-    """Write a file uncompressed to `target`, whole or not at all, if its checksum is right."""
-    partial = target.with_name(f"{target.name}.part")
+    """Write a file uncompressed to `target`, atomically; raise Unavailable if its sha256 is not `sha`."""
+    unfinished = target.with_name(f"{target.name}.part")
     checksum = hashlib.sha256()
     try:
-        with open(partial, "wb") as written:
+        with open(unfinished, "wb") as written:
             for block in _blocks(path):
                 checksum.update(block)
                 written.write(block)
         if checksum.hexdigest() != sha:
             raise Unavailable(f"{path.name} is not the original: its sha256 is {checksum.hexdigest()}, not {sha}")
-        os.replace(partial, target)
+        os.replace(unfinished, target)
     finally:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Read a file, uncompressed."""
+    """Yield the content of a file, uncompressed, in blocks."""
     try:
         plain, read = io.BytesIO(read_bounded(path)), 0
         with gzip.open(plain) if path.suffix == ".gz" else plain as file:
@@ -201,10 +202,10 @@ def _unpack(release: Release, package: str, installed: Path, folder: Path) -> No
 
 
 def _command(command: list[str], folder: str) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("E:")] or done.stderr.splitlines()
-        raise Unavailable(f"{command[0]}: {lines[0] if lines else f'status {done.returncode}'}")
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if result.returncode != 0:
+        lines = [line for line in result.stderr.splitlines() if line.startswith("E:")] or result.stderr.splitlines()
+        raise Unavailable(f"{command[0]}: {lines[0] if lines else f'status {result.returncode}'}")
 
 
 # --- a mirror ---------------------------------------------------------------------------------------------------------
@@ -223,25 +224,25 @@ def _download(release: Release, mirror: str, show: Show, folder: Path) -> None:
 
 def _get(url: str, path: Path, show: Show) -> None:
     """Download a file, and resume an earlier attempt."""
-    partial = path.with_name(f"{path.name}.download")
-    have = partial.stat().st_size if partial.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    unfinished = path.with_name(f"{path.name}.download")
+    n_bytes = unfinished.stat().st_size if unfinished.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={n_bytes}-"} if n_bytes else {})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             resumed = response.status == 206
-            have = have if resumed else 0
+            n_bytes = n_bytes if resumed else 0
             length = response.headers.get("Content-Length")
-            total = None if length is None else have + int(length)
-            with open(partial, "ab" if resumed else "wb") as file:
+            total = None if length is None else n_bytes + int(length)
+            with open(unfinished, "ab" if resumed else "wb") as file:
                 while block := response.read(BLOCK_BYTES):
                     file.write(block)
-                    have += len(block)
-                    show(path.name, have, total)
-        if total is not None and have < total:
-            raise Unavailable(f"the connection ended after {have} of {total} bytes of {path.name}")
+                    n_bytes += len(block)
+                    show(path.name, n_bytes, total)
+        if total is not None and n_bytes < total:
+            raise Unavailable(f"the connection ended after {n_bytes} of {total} bytes of {path.name}")
     except urllib.error.HTTPError as error:
         if error.code != 416:  # 416: the earlier attempt has got all bytes, but has not renamed the file
             raise Unavailable(f"{error.code} {error.reason} for {path.name}") from None
     except (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError) as error:
         raise Unavailable(f"{getattr(error, 'reason', error)}") from None
-    os.replace(partial, path)
+    os.replace(unfinished, path)

@@ -39,12 +39,12 @@ TARGET_BYTES = 512 << 10  # a chunk has 50 to 100 % of that: parallel file syste
 
 
 def damage(path: str | Path, fault: str, advice: str = "Write it again.") -> DataError:
-    """Make the error for a file that can't be used."""
+    """Return the error about a file that can't be used."""
     return DataError(f"{path} {fault}. {advice}")
 
 
 def require_memory(path: str | Path, n_bytes: int, content: str) -> None:
-    """Refuse what is held in memory as a whole, and what this machine has not the memory for.
+    """Raise DataError if `n_bytes`, which must be in memory at the same time, exceed this machine's memory.
 
     A file with holes, or a damaged one, may claim any size.
     """
@@ -56,7 +56,7 @@ def require_memory(path: str | Path, n_bytes: int, content: str) -> None:
 
 @contextmanager
 def named_faults(path: str | Path) -> Iterator[None]:
-    """Turn errors that h5py raises on damaged data into DataError."""
+    """Convert errors that h5py raises on damaged data into DataError."""
     try:
         yield
     except DataError:
@@ -82,11 +82,11 @@ class Column:
 
     @property
     def end_bytes(self) -> int:
-        """The least length of a file that holds all samples, in bytes; 0 if the offsets are not known."""
+        """The end of the last sample, in bytes from the start of the file; 0 if the offsets are not known."""
         if self.chunk_offsets is None:
             return 0
         in_chunk = np.full(len(self.chunk_offsets), self.chunk_samples)
-        in_chunk[-1] = self.samples - self.chunk_samples * (len(in_chunk) - 1)
+        in_chunk[-1] = self.samples - self.chunk_samples * (len(in_chunk) - 1)  # the last chunk may be incomplete
         return int((self.chunk_offsets + in_chunk * self.sample_bytes).max())
 
 
@@ -179,8 +179,8 @@ def _read_column(file: h5py.File, path: str, name: str) -> Column:
         raise damage(path, f"has dtype {dataset.dtype} in {name}, which must be one of {', '.join(DTYPES)}")
     if not dataset.ndim or 0 in dataset.shape:
         raise damage(path, f"has shape {dataset.shape} in {name}, which must be (samples, ...) with no dimension of 0")
-    held = math.prod(dataset.shape[1:] if name.endswith("x") else dataset.shape) * dataset.dtype.itemsize
-    require_memory(path, held, f"a sample of {name}" if name.endswith("x") else name)
+    n_bytes = math.prod(dataset.shape[1:] if name.endswith("x") else dataset.shape) * dataset.dtype.itemsize
+    require_memory(path, n_bytes, f"a sample of {name}" if name.endswith("x") else name)
     offsets = chunk_offsets(dataset)
     column = Column(name, len(dataset), dataset.shape[1:], dataset.dtype, samples_per_chunk(dataset), offsets)
     if column.end_bytes > os.path.getsize(path):
@@ -189,6 +189,7 @@ def _read_column(file: h5py.File, path: str, name: str) -> Column:
 
 
 def _read_factor(dataset: h5py.Dataset, path: str, key: str) -> np.ndarray | None:
+    # Return the attribute `scale` or `offset` of x; None if there is none.
     if key not in dataset.attrs:
         return None
     factor = np.asarray(dataset.attrs[key])
@@ -229,7 +230,7 @@ def samples_per_chunk(dataset: h5py.Dataset) -> int:
 
 
 def chunk_offsets(dataset: h5py.Dataset) -> np.ndarray | None:
-    """Return the offset in bytes of each chunk of `samples_per_chunk` samples in the file: int64, in order.
+    """Return for each chunk of `samples_per_chunk` samples its offset in the file, in bytes: int64, in order.
 
     None if only HDF5 can read the values: they are compressed, split along another dimension, stored elsewhere or never
     written, or HDF5 does not know the offsets.

@@ -76,7 +76,7 @@ class HDF5Dataset(Dataset):
         self._x: MappedRows | StoredRows | None = None
         self._y: MappedRows | StoredRows | None = None
         self._identity = _identity(self.path)
-        file = open_file(self.path, **self._open_options)
+        file = open_file(self.path, **self._open_options)  # remains open only for parallel HDF5
         try:
             self._header = header = read_header(file, split)
         except BaseException:
@@ -190,6 +190,7 @@ class HDF5Dataset(Dataset):
         self._attach(None if self.mapped else open_file(self.path, **self._open_options))
 
     def _attach(self, file: h5py.File | None) -> None:
+        # Prepare to read x and y, from `file` where they are not mapped.
         if _identity(self.path) != self._identity:
             raise damage(self.path, "was changed, replaced or removed since it was opened", "Make a new HDF5Dataset.")
         self._file = file
@@ -214,6 +215,7 @@ class HDF5Dataset(Dataset):
 
 @lru_cache(maxsize=64)  # virtual ranks share a process
 def _checksum(path: Path, split: str, identity: object, memory_map: bool, locking: bool | str | None) -> str:
+    # See `HDF5Dataset.checksum`; `identity` only distinguishes versions of the file in the cache.
     with HDF5Dataset(path, split, memory_map=memory_map, locking=locking) as dataset:
         dataset._open()
         header = dataset._header
@@ -269,9 +271,8 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 class MappedRows:
     """Samples in a memory map, at the offsets that HDF5 has reported for the chunks.
 
-    The file's length is looked at before each batch. If somebody truncates the file in place just while a batch is
-    copied, the process still dies of SIGBUS, as with every memory map; `create` replaces files by a rename, which is
-    harmless.
+    The file's length is checked before each batch. If somebody truncates the file while a batch is copied, the process
+    still dies of SIGBUS, as with every memory map; `create` replaces files by a rename, which is harmless.
     """
 
     def __init__(self, column: Column, memory: mmap.mmap, path: Path):
@@ -289,7 +290,7 @@ class MappedRows:
             self._open_windows(memory)
 
     def take(self, indices: np.ndarray) -> np.ndarray:
-        """Copy the samples at `indices`; raise DataError where the file has got shorter."""
+        """Copy the samples at `indices`; raise DataError if the file has become shorter."""
         if (length := self._memory.size()) < self._end_bytes:  # the file's, not the map's
             raise damage(
                 self._path,
@@ -307,7 +308,7 @@ class MappedRows:
         column, offsets = self._column, self._offsets
         base = int(offsets.min())
         grid = int(np.gcd.reduce(np.append(offsets - base, column.sample_bytes)))
-        self._chunk_windows: np.ndarray = (offsets - base) // grid
+        self._chunk_windows: np.ndarray = (offsets - base) // grid  # the window at the start of each chunk
         self._sample_windows = column.sample_bytes // grid
         count = (column.end_bytes - base - column.sample_bytes) // grid + 1
         self._windows: np.ndarray = np.ndarray((count,), self._sample, memory, offset=base, strides=(grid,))
@@ -318,6 +319,7 @@ class MappedRows:
         return self._values(self._windows[self._chunk_windows[chunk] + within * self._sample_windows])
 
     def _values(self, samples: np.ndarray) -> np.ndarray:
+        # Return samples, an array of opaque bytes, as numbers in the shape of the column and in native byte order.
         column = self._column
         values = samples.view(column.dtype).reshape(-1, *column.shape)
         return values if column.dtype.isnative else values.astype(column.dtype.newbyteorder("="))
@@ -341,7 +343,7 @@ class StoredRows:
         out = np.empty((len(indices), *column.shape), column.dtype.newbyteorder("="))
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
-        new_chunk = np.flatnonzero(np.diff(ordered // column.chunk_samples)) + 1
+        new_chunk = np.flatnonzero(np.diff(ordered // column.chunk_samples)) + 1  # where the next chunk starts
         for positions, samples in zip(np.split(order, new_chunk), np.split(ordered, new_chunk)):
             if len(samples):
                 out[positions] = self._read(samples[0], samples[-1] + 1)[samples - samples[0]]

@@ -57,16 +57,14 @@ def dirichlet(labels: np.ndarray, workers: int, alpha: float, seed: int = 0) -> 
     parts: list[np.ndarray] = [np.empty(0, np.int64)] * workers
     for worker in generator.permutation(workers).tolist():  # no worker is always the last one
         shares, size = generator.dirichlet(concentration), cuts[worker + 1] - cuts[worker]
-        counts_taken = _sample_counts(generator, shares, np.array([len(remaining) for remaining in waiting]), size)
-        parts[worker] = np.sort(
-            np.concatenate([remaining[:n] for remaining, n in zip(waiting, counts_taken, strict=True)])
-        )
-        waiting = [remaining[n:] for remaining, n in zip(waiting, counts_taken, strict=True)]
+        taken = _sample_counts(generator, shares, np.array([len(remaining) for remaining in waiting]), size)
+        parts[worker] = np.sort(np.concatenate([remaining[:n] for remaining, n in zip(waiting, taken, strict=True)]))
+        waiting = [remaining[n:] for remaining, n in zip(waiting, taken, strict=True)]
     return tuple(parts)
 
 
 def _sample_counts(generator: np.random.Generator, shares: np.ndarray, available: np.ndarray, size: int) -> list[int]:
-    """Sample how many samples of each label a worker takes, at most those available."""
+    """Return for each label how many of the `size` samples of a worker have it: random, at most those available."""
     counts = np.zeros(len(available), np.int64)
     while missing := size - int(counts.sum()):
         open_shares = np.where(counts < available, shares, 0.0)
@@ -78,9 +76,9 @@ def _sample_counts(generator: np.random.Generator, shares: np.ndarray, available
 
 
 def labels_of(dataset: Any, given_labels: Sequence[int] | np.ndarray | Tensor | None = None) -> np.ndarray:
-    """Return the label of each sample: those given, or the data set's `targets`, `labels` or last tensor.
+    """Return each sample's label: `given_labels`, or the data set's `targets`, `labels` or last tensor.
 
-    Raises ConfigError where there are none, or not one integer for each sample.
+    Raises ConfigError if there are none, or not one integer for each sample.
     """
     values = _labels_in(dataset) if given_labels is None else given_labels
     if values is None:
@@ -98,6 +96,7 @@ def labels_of(dataset: Any, given_labels: Sequence[int] | np.ndarray | Tensor | 
 
 
 def _labels_in(dataset: Any) -> Any:
+    # Return the labels that a data set has in its attributes; None if it has none.
     if isinstance(dataset, torch.utils.data.Subset):
         inner = _labels_in(dataset.dataset)
         return None if inner is None else _array(inner)[np.asarray(dataset.indices, dtype=np.int64)]

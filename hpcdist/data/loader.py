@@ -96,6 +96,7 @@ class Loader:
         return batch if self.transform is None else self.transform(*batch)
 
     def _ahead(self, batches: Iterator[np.ndarray]) -> Iterator[Batch]:
+        # Yield the batches in order, while a thread reads the next `prefetch` ones.
         thread = ThreadPoolExecutor(1, thread_name_prefix="hpcdist-prefetch")
         try:
             pending = deque(thread.submit(self._fetch, indices) for indices in islice(batches, self.prefetch))
@@ -129,7 +130,7 @@ class ShardedBatchSampler(Sampler):
 
     def __len__(self) -> int:
         steps = self.plan.steps
-        last_is_empty = steps and not self.fill and self.plan.weight(steps - 1, self.worker) == 0
+        last_is_empty = steps and not self.fill and self.plan.weight(steps - 1, self.worker) == 0  # for this worker
         return steps - bool(last_is_empty)
 
 
@@ -191,7 +192,7 @@ class First(Sample):
 
 
 def join(samples: Any, *, collate_fn_map: Any) -> Any:
-    """Return a whole batch as it was read if torch would stack its samples; else do as torch."""
+    """Return a whole batch as it was read if torch would stack its samples; else collate them as torch does."""
     stacks = collate_fn_map.get(Tensor) is collate_tensor_fn and tuple not in collate_fn_map
     batch = samples.hand_over() if stacks and isinstance(samples, Samples) else None
     return collate([tuple(s) for s in samples], collate_fn_map=collate_fn_map) if batch is None else batch

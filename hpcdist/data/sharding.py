@@ -86,13 +86,13 @@ class EpochPlan:
         return self._order[low:high].copy() if self.shuffle or self.parts else np.arange(low, high)
 
     def joint(self, step: int, overlap: float = 0.0) -> tuple[np.ndarray, int, int]:
-        """Return the samples of all workers in `step`, of which some are also in the steps before and after.
+        """Return the samples of all workers in `step`, extended by the last samples of the step before.
 
         Args:
-            overlap: the part of a full step's samples that the next step also has.
+            overlap: the fraction of a full step's samples that the next step repeats.
 
         Returns:
-            The samples, int64; how many of the first ones the step before has; how many of the last ones the next has.
+            The samples, int64; how many at the start are also in the step before; how many at the end in the next one.
         """
         first, *_, last = self._bounds(step)
         shared = round(overlap * self.global_batch)
@@ -118,14 +118,12 @@ class EpochPlan:
         check_range("step", step, 0, self.steps - 1)
         if self.parts:
             steps_before = self._steps_before + step
-            batch_sizes = [
-                min(max(len(part) - steps_before * self.batch_size, 0), self.batch_size) for part in self.parts
-            ]
-            return list(itertools.accumulate(batch_sizes, initial=self._consumed(steps_before)))
+            sizes = [min(max(len(part) - steps_before * self.batch_size, 0), self.batch_size) for part in self.parts]
+            return list(itertools.accumulate(sizes, initial=self._consumed(steps_before)))
         return [self._bound(step, worker) for worker in range(self.workers + 1)]
 
     def _slice(self, step: int, worker: int) -> tuple[int, int]:
-        """Return a worker's two of `_bounds`; without parts that takes as long for any number of workers."""
+        """Return a worker's two of `_bounds`; without parts in a time that does not depend on the number of workers."""
         if self.parts:
             low, high = self._bounds(step)[worker : worker + 2]
             return low, high
@@ -141,16 +139,17 @@ class EpochPlan:
 
     @cached_property
     def _steps_before(self) -> int:
-        """The steps of an epoch of parts that have consumed `start` samples."""
+        """The number of steps after which `start` samples of an epoch with parts are consumed."""
         return bisect_left(range(self._steps_of_parts), self.start, key=self._consumed)
 
     @property
     def _steps_of_parts(self) -> int:
-        """The steps of a whole epoch of parts."""
+        """The number of steps of a whole epoch with parts."""
         return -(-max(map(len, self.parts)) // self.batch_size)
 
     @cached_property
     def _order(self) -> np.ndarray:
+        # All samples of the epoch; with parts step by step: the batches of all workers in turn.
         if self.parts:
             orders = [self._shuffled(worker, part) for worker, part in enumerate(self.parts)]
             firsts = range(0, max(map(len, orders)), self.batch_size)

@@ -113,7 +113,7 @@ class _Disk(io.FileIO):
     _failure: OSError | None = None
 
     def check(self, path: Path, planned: int = 0) -> None:
-        """Raise OutputError for `path` if a write has failed, or if there is no room for so many bytes to come."""
+        """Raise OutputError for `path` if a write has failed, or if the disk has no room for `planned` more bytes."""
         disk = os.fstatvfs(self.fileno()) if planned else None
         if disk and 0 < disk.f_bavail * disk.f_frsize < planned:
             self._failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -121,6 +121,7 @@ class _Disk(io.FileIO):
             raise OutputError.of(path, self._failure)
 
     def write(self, data: Any) -> int:
+        # Write all of `data`, and pretend success in any case: `check` raises the error.
         rest = memoryview(data).cast("B")
         while rest and self._failure is None:
             try:
@@ -142,7 +143,7 @@ class _Disk(io.FileIO):
 def _replacing(path: Path) -> Iterator[tuple[h5py.File, Callable[..., None]]]:
     """Open a new HDF5 file that replaces `path` when it is complete and on disk.
 
-    Yields the file, and a function that raises OutputError if a write has failed, or the bytes given have no room.
+    Yields the file, and `_Disk.check` for `path`.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -169,7 +170,7 @@ def _write(
     compression: str | None,
     check: Callable[..., None],
 ) -> h5py.Dataset:
-    """Write the blocks of one split and return its x; `check` raises if a write has failed."""
+    """Write the blocks of one split and return its x, as stored; `check` is `_Disk.check`."""
     blocks = iter(split.blocks)
     first = next(blocks, None)
     if first is None:
@@ -178,16 +179,16 @@ def _write(
     stored_x = _dataset(group, "x", split.samples, x, chunk_samples, compression)
     stored_y = _dataset(group, "y", split.samples, y, None, compression)
     check(0 if compression else stored_x.nbytes + stored_y.nbytes)
-    done = 0
+    written = 0
     for block in chain([(x, y)], blocks):
         x, y = (np.asarray(values) for values in block)
         _check(group.name, x, y, stored_x, stored_y, n_classes)
-        if done + len(x) <= split.samples:
-            stored_x[done : done + len(x)], stored_y[done : done + len(x)] = x, y
+        if written + len(x) <= split.samples:
+            stored_x[written : written + len(x)], stored_y[written : written + len(x)] = x, y
             check()
-        done += len(x)
-    if done != split.samples:
-        raise DataError(f"{group.name} must have the {split.samples} samples that were announced; got {done}.")
+        written += len(x)
+    if written != split.samples:
+        raise DataError(f"{group.name} must have the {split.samples} samples that were announced; got {written}.")
     return stored_x
 
 
@@ -213,6 +214,7 @@ def _check(
 def _dataset(
     group: h5py.Group, name: str, samples: int, template: np.ndarray, chunk_samples: int | None, compression: str | None
 ) -> h5py.Dataset:
+    # Create x or y of a split for `samples` samples like those of `template`, its first block.
     if (
         template.dtype.newbyteorder("=").name not in DTYPES
         or not template.ndim

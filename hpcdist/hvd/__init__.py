@@ -6,12 +6,7 @@ Calls are matched by tensor names, so that ranks may make them in different orde
 from hpcdist.hvd import elastic
 from hpcdist.hvd.compression import Compression
 from hpcdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from hpcdist.hvd.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from hpcdist.hvd.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from hpcdist.hvd.named_calls import Adasum, Average, Max, Min, Product, Sum
 from hpcdist.hvd.operations import (
     allgather,

@@ -11,7 +11,8 @@ from hpcdist.collectives.calls import Collectives
 def adasum(calls: Collectives, tensor: Tensor) -> None:
     """Collective. Replace a tensor by the ranks' combination: of pairs of ranks, then pairs of pairs, and so on.
 
-    Ranks beyond a power of two are first added to the first ones. Sums are in float64; memory: ranks times the tensor.
+    Tensors of ranks beyond the largest power of two are first combined with those of the first ranks. Sums are in
+    float64; memory: ranks times the tensor.
 
     Reference: Saeed Maleki, Madan Musuvathi, Todd Mytkowicz, Olli Saarikivi, Tianju Xu, Vadim Eksarevskiy, Jaliya
     Ekanayake, Emad Barsoum, "Scaling distributed training with adaptive summation", 2021.
@@ -29,5 +30,6 @@ def adasum(calls: Collectives, tensor: Tensor) -> None:
 
 
 def _pair(a: Tensor, b: Tensor) -> Tensor:
-    dot, of_a, of_b = (torch.dot(x, y).item() for x, y in ((a, b), (a, a), (b, b)))
-    return a * (1 - dot / (2 * of_a) if of_a else 1) + b * (1 - dot / (2 * of_b) if of_b else 1)
+    # Return the sum of two vectors, each less half of its projection onto the other one; zeros have no effect.
+    dot, square_a, square_b = (torch.dot(x, y).item() for x, y in ((a, b), (a, a), (b, b)))
+    return a * (1 - dot / (2 * square_a) if square_a else 1) + b * (1 - dot / (2 * square_b) if square_b else 1)

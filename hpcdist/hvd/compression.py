@@ -52,11 +52,7 @@ class Compressed(NoneCompressor):
     The residuals are sent with later messages of the same optimiser; they are not part of a checkpoint.
 
     Args:
-        name: of the compressor.
-        options: as in `hpcdist compressors`.
-
-    Raises:
-        ConfigError: there is no such compressor, or an option breaks a rule.
+        name, options: of the compressor, as in `hpcdist compressors`; ConfigError if they break a rule.
     """
 
     def __init__(self, name: str, **options: Any):
@@ -78,12 +74,17 @@ class Compressed(NoneCompressor):
     def reduction(
         self, name: str, comm: Communicator, tensors: Sequence[Tensor], shapes: Sequence[torch.Size]
     ) -> Reduction:
-        """Return the reduction of the tensors of a name, all flat, with fixed lengths. Collective, the first time."""
-        known = self._reductions.get(name)
-        if known is None or known[0] is not comm:
+        """Return the reduction, with its residuals, for the calls of this name. Collective when it is created.
+
+        Args:
+            tensors: flat, of the same lengths in each call.
+            shapes: of the tensors before they were flattened.
+        """
+        cached = self._reductions.get(name)
+        if cached is None or cached[0] is not comm:
             spans = [[Span(0, len(tensor), tuple(shape))] for tensor, shape in zip(tensors, shapes)]
-            known = self._reductions[name] = comm, Reduction(comm, self.config, tensors, spans)
-        return known[1]
+            cached = self._reductions[name] = comm, Reduction(comm, self.config, tensors, spans)
+        return cached[1]
 
 
 class Compression:

@@ -30,7 +30,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     again.
 
     Raises:
-        HorovodInternalError: a call has failed, but no rank: it would fail again.
+        HorovodInternalError: a call has failed although no rank has: it would fail again.
     """
 
     @wraps(function)
@@ -42,9 +42,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
                     state.sync()
                 return function(state, *args, **options)
             except HorovodInternalError as error:
-                before = size()
+                previous_size = size()
                 _reset()
-                if size() == before:
+                if size() == previous_size:  # no rank has failed
                     raise error
                 state.restore()
                 skip_sync = False
@@ -64,9 +64,7 @@ def _reset() -> None:
 class State:
     """State that must be equal on all ranks; subclasses define `save`, `restore`, `sync` and `reset`.
 
-    Args:
-        bcast_object: broadcasts rank 0's object.
-        get_rank: returns this rank.
+    `bcast_object` broadcasts rank 0's object; `get_rank` returns this rank.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any] = broadcast_object, get_rank: Callable[[], int] = rank):
@@ -104,11 +102,7 @@ class State:
 
 
 class ObjectState(State):
-    """Attributes that are copied as Python objects.
-
-    Args:
-        attributes: names and initial values.
-    """
+    """Attributes that are copied as Python objects; the keyword arguments are their names and initial values."""
 
     def __init__(
         self,
@@ -147,10 +141,10 @@ class TorchState(ObjectState):
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **attributes: Any):
-        members = {"model": model, "optimizer": optimizer, **attributes}
-        self._parts = {name: each for name, each in members.items() if isinstance(each, PARTS)}
+        values = {"model": model, "optimizer": optimizer, **attributes}
+        self._parts = {name: each for name, each in values.items() if isinstance(each, PARTS)}
         vars(self).update(self._parts)
-        super().__init__(**{name: each for name, each in members.items() if name not in self._parts})
+        super().__init__(**{name: each for name, each in values.items() if name not in self._parts})
         self.save()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -6,11 +6,7 @@ class HorovodInternalError(RuntimeError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The group of ranks has changed, without loss of work.
-
-    Args:
-        skip_sync: ranks have equal states already.
-    """
+    """The group of ranks has changed, without loss of work; with `skip_sync` ranks have equal states already."""
 
     def __init__(self, skip_sync: bool = False):
         super().__init__()

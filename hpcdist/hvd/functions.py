@@ -36,11 +36,7 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Collective. Broadcast root_rank's state and options of an optimiser.
-
-    Raises:
-        ValueError: the optimiser is LBFGS, whose state has other types.
-    """
+    """Collective. Broadcast root_rank's state and options of an optimiser; raise ValueError for LBFGS."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer must not be LBFGS, whose state can't be broadcast; got one.")
     state = broadcast_object(optimizer.state_dict(), root_rank, process_set=process_set)

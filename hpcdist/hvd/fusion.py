@@ -24,9 +24,9 @@ class FusionBuffer:
         self._plans: dict[tuple[torch.device, torch.dtype, tuple[torch.Size, ...]], Plan] = {}
 
     def take(self, tensors: Sequence[Tensor]) -> Plan:
-        """Return a flat, uninitialised tensor and its parts, with the shapes of these tensors of one dtype.
+        """Return a flat, uninitialised tensor, and views of its parts with the shapes of `tensors`, all of one dtype.
 
-        It is on their device, or on the host if they are on several; valid until the next call.
+        The memory is on their device, or on the host if they are on several; valid until the next call.
         """
         devices, dtype = {each.device for each in tensors}, tensors[0].dtype
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
@@ -43,7 +43,7 @@ class FusionBuffer:
 
     def _flat(self, device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
         memory = self._memory.get((device, dtype))
-        if memory is None or len(memory) < count:
+        if memory is None or len(memory) < count:  # plans with views of the old memory are dropped
             self._plans = {key: plan for key, plan in self._plans.items() if key[:2] != (device, dtype)}
             memory = self._memory[device, dtype] = torch.empty(count, dtype=dtype, device=device)
         return memory[:count]

@@ -209,17 +209,17 @@ class Matcher:
     # --- rounds -------------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         """Make the calls that nobody waits for."""
-        pause_s, in_vain = SHORTEST_S, 0
+        pause_s, idle_rounds = SHORTEST_S, 0
         with self._lock:
-            while self._error is None and (self._pending or (not self._closing and in_vain < AWAKE)):
-                early_s = 0.0 if self._closing else self._since_s + self._gather_s - time.perf_counter()
+            while self._error is None and (self._pending or (not self._closing and idle_rounds < AWAKE)):
+                remaining_s = 0.0 if self._closing else self._since_s + self._gather_s - time.perf_counter()
                 if not self._pending:
-                    in_vain, self._work.waited = in_vain + 1, True  # no request is pending
+                    idle_rounds, self._work.waited = idle_rounds + 1, True  # so that the queue does not count as busy
                     self._wake.wait(self._gather_s)
                     continue
-                in_vain = 0
-                if self._waiting or self._active or early_s > 0:
-                    self._wake.wait(max(early_s, self._gather_s))
+                idle_rounds = 0
+                if self._waiting or self._active or remaining_s > 0:
+                    self._wake.wait(max(remaining_s, self._gather_s))
                 elif self._advance():
                     pause_s = SHORTEST_S
                 else:
@@ -228,34 +228,34 @@ class Matcher:
             self._queued = False
 
     def _advance(self) -> bool:
-        """Collective. Make the calls that all ranks have submitted; return whether there are any.
+        """Collective. Make the calls that all ranks have submitted; return whether a request may have ended.
 
         The lock is held on entry and on return, but released in between.
         """
         requests, self._active = list(self._pending.values()), True
         self._lock.release()
-        some, broken = True, None
+        progress, failure = True, None
         try:
-            some = self._round(requests)
+            progress = self._round(requests)
         except BaseException as error:  # of the exchange itself: no further call is possible
-            broken = error
+            failure = error
             with suppress(Exception):  # requests must end in any case
                 self._abandon()
         self._lock.acquire()
         self._active = False
-        if broken is not None:
-            self._error = broken
+        if failure is not None:
+            self._error = failure
             for request in (*requests, *self._pending.values()):
                 if not request.done:
                     self._end_failed(request)
             self._pending.clear()
         self._changed.notify_all()
-        if broken is not None and not isinstance(broken, Exception):  # such as KeyboardInterrupt
-            raise broken
-        return some
+        if failure is not None and not isinstance(failure, Exception):  # such as KeyboardInterrupt
+            raise failure
+        return progress
 
     def _abandon(self) -> None:
-        """Let other ranks' calls fail too, and find the failed ranks, if ranks survive failures."""
+        """Let other ranks' calls fail too, and set `_failed_ranks` for messages, if ranks survive failures."""
         failures = self.comm.failures
         for comm in (self.comm, self.calls.comm) if failures.tolerant else ():
             cast(Any, comm.failures).abandon()
@@ -275,43 +275,50 @@ class Matcher:
         self._all = torch.zeros(self.comm.size, HEADER + FIELDS * count, dtype=torch.int64)
 
     def _round(self, pending: Sequence[NamedCall]) -> bool:
-        """Collective. Exchange requests once, and make the calls that all ranks have submitted; see `_advance`."""
-        joined = next((request for request in pending if isinstance(request, Join)), None)
-        requests = [request for request in pending if request is not joined]
+        """Collective. Exchange requests once, and make the calls that all ranks have submitted; see `_advance`.
+
+        Names and properties are represented by digests, so that ranks exchange tensors of int64. `joined_ns` has for
+        each rank the time of its `join`, 0 if it has not called it; `properties_of` has by rank the properties by name.
+        """
+        join_request = next((request for request in pending if isinstance(request, Join)), None)
+        requests = [request for request in pending if request is not join_request]
         keys = [request.key for request in requests]
         late = self._is_late(requests)
-        asked, since_ns, any_late = self._exchange(
-            [*itertools.chain(*keys)], 0 if joined is None else joined.since_ns, late
+        fields_by_rank, joined_ns, any_late = self._exchange(
+            [*itertools.chain(*keys)], 0 if join_request is None else join_request.since_ns, late
         )
         if self.watcher is not None:
             self.watcher.exchanged()
-        present = [rank for rank, moment in enumerate(since_ns) if not moment]
-        if not present:
-            if joined is not None:
-                joined.result = max(range(len(since_ns)), key=lambda rank: (since_ns[rank], rank))
-                self._end([joined])
+        unjoined = [rank for rank, time_ns in enumerate(joined_ns) if not time_ns]
+        if not unjoined:  # all have joined: the result is the last rank to do so
+            if join_request is not None:
+                join_request.result = max(range(len(joined_ns)), key=lambda rank: (joined_ns[rank], rank))
+                self._end([join_request])
             return True
-        if len(present) == len(asked) and all(row == asked[0] for row in asked):
+        if len(unjoined) == len(fields_by_rank) and all(row == fields_by_rank[0] for row in fields_by_rank):
             self._run_calls(requests)
             return True
-        by_rank = [dict(zip(row[::FIELDS], row[1::FIELDS])) for row in asked]
-        common = [name for name in by_rank[present[0]] if all(name in by_rank[rank] for rank in present)]
+        properties_of = [dict(zip(row[::FIELDS], row[1::FIELDS])) for row in fields_by_rank]
+        common = [name for name in properties_of[unjoined[0]] if all(name in properties_of[rank] for rank in unjoined)]
         if not common:
             if any_late:
                 self._end_late(requests)
-            return self._refuse_kinds(requests, [by_rank[rank] for rank in present])
+            return self._refuse_kinds(requests, [properties_of[rank] for rank in unjoined])
         by_name = {key[0]: request for key, request in zip(keys, requests)}
-        if len(present) < len(asked):
-            by_name = self._create_standins(present, by_name, common)
-        differ = {name for name in common if len({by_rank[rank][name] for rank in present}) > 1}
+        if len(unjoined) < len(fields_by_rank):
+            by_name = self._create_standins(unjoined, by_name, common)
+        mismatched = {name for name in common if len({properties_of[rank][name] for rank in unjoined}) > 1}
         for name in common:
-            if name in differ:
+            if name in mismatched:
                 self._refuse(by_name[name])
-        self._run_calls([by_name[name] for name in common if name not in differ])
+        self._run_calls([by_name[name] for name in common if name not in mismatched])
         return True
 
     def _is_late(self, requests: Sequence[NamedCall]) -> bool:
-        """Return whether a request has waited longer than the deadline since the first exchange that contained it."""
+        """Return whether a request has waited longer than the deadline since the first exchange that contained it.
+
+        Also set `announced_s` of requests that no exchange has contained yet.
+        """
         now_s, late = time.perf_counter(), False
         for request in requests:
             request.announced_s = request.announced_s or now_s
@@ -332,52 +339,60 @@ class Matcher:
     def _refuse_kinds(self, requests: Sequence[NamedCall], fields: Sequence[Collection[int]]) -> bool:
         """Collective. End requests whose name belongs to different kinds of call; return whether there are any.
 
-        Args:
-            fields: by rank, without joined ones, the first fields of its requests.
+        `fields` has for each unjoined rank the first fields of its requests: the digest of a name, with that of the
+        kind in the bits KINDS.
         """
         names = set.intersection(*({field & ~KINDS for field in of_rank} for of_rank in fields))
         for name in sorted(names):
-            here = [each for each in requests if each.key[0] & ~KINDS == name]
-            by_rank = self.comm.gather([each.kind for each in here])
+            local = [each for each in requests if each.key[0] & ~KINDS == name]
+            by_rank = self.comm.gather([each.kind for each in local])
             texts = [f"{' and '.join(kinds)} on rank {rank}" for rank, kinds in enumerate(by_rank) if kinds]
-            for request in here:
+            for request in local:
                 request.error = HorovodInternalError(
                     f"Mismatched calls of {request.name!r}: all ranks must make the same call under one name; got "
                     f"{'; '.join(texts)}. Give each call a different name."
                 )
-            self._end(here)
+            self._end(local)
         return bool(names)
 
     def _exchange(self, fields: Sequence[int], since_ns: int, late: bool) -> tuple[list[list[int]], list[int], bool]:
-        """Collective. Return all ranks' fields, when each has joined (0: it has not), and whether a request is late."""
+        """Collective. Return by rank its fields and when it joined (0: not yet), and whether any request is late.
+
+        Args:
+            fields: FIELDS numbers for each of this rank's requests.
+        """
         local, of_all = self._local.numpy(), self._all.numpy()
-        local[:HEADER], room = (len(fields), since_ns, late), len(local) - HEADER
-        local[HEADER : HEADER + len(fields)] = fields[:room]
+        local[:HEADER], capacity = (len(fields), since_ns, late), len(local) - HEADER
+        local[HEADER : HEADER + len(fields)] = fields[:capacity]
         self.calls.all_gather(self._all, self._local)
-        counts, moments = of_all[:, 0].tolist(), of_all[:, 1].tolist()
-        longest = max(counts)
-        if longest > room:  # the first time
-            longer = torch.zeros(longest, dtype=torch.int64)
-            longer.numpy()[: len(fields)] = fields
-            all_longer = torch.empty(len(counts), longest, dtype=torch.int64)
-            self.calls.all_gather(all_longer, longer)
+        counts, joined_ns = of_all[:, 0].tolist(), of_all[:, 1].tolist()
+        longest_count = max(counts)
+        if longest_count > capacity:  # a rank's fields were cut off: send all fields again, in longer tensors
+            local_longer = torch.zeros(longest_count, dtype=torch.int64)
+            local_longer.numpy()[: len(fields)] = fields
+            all_longer = torch.empty(len(counts), longest_count, dtype=torch.int64)
+            self.calls.all_gather(all_longer, local_longer)
             rows = all_longer.numpy()
-            if room < FIELDS * LIMIT_REQUESTS:
-                self._allocate(min(2 * longest // FIELDS, LIMIT_REQUESTS))
+            if capacity < FIELDS * LIMIT_REQUESTS:
+                self._allocate(min(2 * longest_count // FIELDS, LIMIT_REQUESTS))
         else:
             rows = of_all[:, HEADER:]
-        return [row[:count].tolist() for row, count in zip(rows, counts)], moments, bool(of_all[:, 2].any())
+        return [row[:count].tolist() for row, count in zip(rows, counts)], joined_ns, bool(of_all[:, 2].any())
 
     def _create_standins(
         self, present: Sequence[int], local: dict[int, NamedCall], common: Sequence[int]
     ) -> dict[int, NamedCall]:
-        """Collective. Send the calls' properties to ranks that have joined; return the requests on all ranks."""
-        common_calls = [
-            [each.kind, each.name, _to_json(each.properties)] for name, each in local.items() if name in common
-        ]
-        described = self.comm.gather(common_calls)
+        """Collective. Return a request for each call of `common`, by name digest; joined ranks create stand-ins.
+
+        Args:
+            present: ranks that have not joined; the first one sends names and properties of the calls.
+            local: this rank's requests, by name digest.
+            common: name digests of the calls that all of `present` have submitted.
+        """
+        calls = [[each.kind, each.name, _to_json(each.properties)] for name, each in local.items() if name in common]
+        by_rank = self.comm.gather(calls)
         requests = {}
-        for kind, name, properties in described[present[0]]:
+        for kind, name, properties in by_rank[present[0]]:
             digest = _name_digest(kind, name)
             request = local.get(digest) or STANDINS.get(kind, Refused)(name, properties)
             if kind not in STANDINS:
@@ -389,39 +404,39 @@ class Matcher:
         """Collective. End a request with an error that names each rank's properties."""
         by_rank = self.comm.gather(dict(zip(request.PROPERTIES, map(_text, request.properties))))
         rows = {rank: row for rank, row in enumerate(by_rank) if row is not None}  # None: the rank died
-        wrong = [name for name in next(iter(rows.values())) if len({row.get(name) for row in rows.values()}) > 1]
+        differing = [name for name in next(iter(rows.values())) if len({row.get(name) for row in rows.values()}) > 1]
         texts = [
-            f"{', '.join(f'{name} {row.get(name)}' for name in wrong)} on rank {rank}" for rank, row in rows.items()
+            f"{', '.join(f'{name} {row.get(name)}' for name in differing)} on rank {rank}" for rank, row in rows.items()
         ]
         request.error = HorovodInternalError(
-            f"Mismatched {request.kind} of {request.name!r}: all ranks must have the same {' and '.join(wrong)}; "
+            f"Mismatched {request.kind} of {request.name!r}: all ranks must have the same {' and '.join(differing)}; "
             f"got {'; '.join(texts)}. Make them equal."
         )
         self._end([request])
 
     def _run_calls(self, requests: Sequence[NamedCall]) -> None:
         """Collective. Make calls in this order, fused where possible; an error ends only its own requests."""
-        for key, several in _grouped_by_fusion(requests):
-            first = several[0]
+        for key, group in _grouped_by_fusion(requests):
+            first = group[0]
             if self.watcher is not None:
-                for each in several:
+                for each in group:
                     self.watcher.started(each)
             try:
                 if first.error is None:
                     if key is None:
                         first.run(self.calls)
                     else:
-                        first.run_fused(self.calls, several, self._buffer)
+                        first.run_fused(self.calls, group, self._buffer)
             except CommunicationError:
                 raise
             except (RuntimeError, ValueError) as error:
                 kind = HorovodInternalError if isinstance(error, MismatchError) else type(error)
-                for each in several:
+                for each in group:
                     each.error = kind(str(error))
-            self._end(several)
+            self._end(group)
 
     def _end(self, requests: Sequence[NamedCall]) -> None:
-        """Mark requests, whose results or errors are set, as done."""
+        """Mark requests as done; their results or errors are already set."""
         with self._lock:
             for request in requests:
                 self._pending.pop((request.kind, request.name), None)
@@ -432,7 +447,7 @@ class Matcher:
 
 
 def _grouped_by_fusion(requests: Sequence[NamedCall]) -> Iterator[tuple[Any, list[NamedCall]]]:
-    """Yield (fusion key, requests), where several requests with a key form one group."""
+    """Yield (fusion key, requests with this key), and (None, [request]) for each request without a key."""
     groups: dict[Any, list[NamedCall]] = {}
     for request in requests:
         key = request.fusion_key

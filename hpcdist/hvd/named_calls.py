@@ -29,7 +29,7 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:
-    """Multiply a tensor; integers in float64, and 16-bit floats in float32."""
+    """Return tensor * factor in the tensor's dtype, computed in float64 for integers, in float32 for 16-bit floats."""
     if factor == 1.0:
         return tensor
     if not tensor.is_floating_point():
@@ -46,11 +46,7 @@ def _fused_with(dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size], op:
 
 
 class Allreduce(NamedCall):
-    """Sum tensors, or reduce them by another operation.
-
-    Args:
-        outs: tensors for the results.
-    """
+    """Sum tensors, or reduce them by another operation, into `outs`."""
 
     kind = "allreduce"
     PROPERTIES = ("dtype", "shape", "op", "prescale", "postscale")
@@ -73,7 +69,7 @@ class Allreduce(NamedCall):
         self.result = self._outs
 
     def run_fused(self, calls: Collectives, requests: Sequence[Allreduce], buffer: FusionBuffer) -> None:
-        # Requests with one fusion key: dtype, operation and scales are those of `self`.
+        # All requests have one fusion key: dtype, operation and scales are those of `self`.
         tensors = [each for request in requests for each in request._tensors]
         if len(tensors) == 1:
             self.run(calls)
@@ -89,15 +85,15 @@ class Allreduce(NamedCall):
             request.result = request._outs
 
     def _combine(self, calls: Collectives, out: Tensor) -> None:
-        """Collective. Replace a tensor by the result, and scale it."""
+        """Collective. Replace `out` by its reduction over the ranks, times `postscale`."""
         if self._op == Adasum:
             adasum(calls, out)
         elif self._op == Average:
-            exact = not out.is_floating_point() and not out.is_complex()
-            wide = out.long() if exact else out  # int64 sums don't wrap around
-            calls.all_reduce(wide, "sum" if exact else "mean")
-            if exact:
-                out.copy_(wide.div_(calls.size, rounding_mode="trunc"))
+            is_integer = not out.is_floating_point() and not out.is_complex()
+            addend = out.long() if is_integer else out  # int64 sums don't wrap around
+            calls.all_reduce(addend, "sum" if is_integer else "mean")
+            if is_integer:
+                out.copy_(addend.div_(calls.size, rounding_mode="trunc"))
         else:
             calls.all_reduce(out, OPERATIONS[self._op])
         if self._postscale != 1.0:
@@ -105,7 +101,7 @@ class Allreduce(NamedCall):
 
     @classmethod
     def of_zeros(cls, name: str, properties: Sequence[Any]) -> Allreduce:
-        """Return the part of a rank that has joined."""
+        """Return the allreduce of a rank that has joined: of zeros."""
         dtypes, shapes, *more = properties
         tensors = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(dtypes, shapes)]
         return cls(name, tensors, tensors, *more)
@@ -142,10 +138,10 @@ class Allgather(NamedCall):
         self._tensors = tensors
 
     def run(self, calls: Collectives) -> None:
-        rows = torch.empty(calls.size, len(self._tensors), dtype=torch.int64)
-        calls.all_gather(rows, torch.tensor([each.shape[0] for each in self._tensors]))
+        lengths_by_rank = torch.empty(calls.size, len(self._tensors), dtype=torch.int64)
+        calls.all_gather(lengths_by_rank, torch.tensor([each.shape[0] for each in self._tensors]))
         self.result = []
-        for lengths, tensor in zip(rows.t().tolist(), self._tensors):
+        for lengths, tensor in zip(lengths_by_rank.t().tolist(), self._tensors):
             out = tensor.new_empty(sum(lengths), *tensor.shape[1:])
             calls.all_gather(list(out.split(lengths)), tensor)
             self.result.append((out, lengths))
@@ -179,11 +175,11 @@ class Alltoall(NamedCall):
         self._tensor, self._splits = tensor, splits
 
     def run(self, calls: Collectives) -> None:
-        received = torch.empty(calls.size, dtype=torch.int64)
-        calls.all_to_all(received, torch.tensor(self._splits))
-        out = self._tensor.new_empty(int(received.sum()), *self._tensor.shape[1:])
-        calls.all_to_all(list(out.split(received.tolist())), list(self._tensor.split(self._splits)))
-        self.result = out, received
+        n_received = torch.empty(calls.size, dtype=torch.int64)
+        calls.all_to_all(n_received, torch.tensor(self._splits))
+        out = self._tensor.new_empty(int(n_received.sum()), *self._tensor.shape[1:])
+        calls.all_to_all(list(out.split(n_received.tolist())), list(self._tensor.split(self._splits)))
+        self.result = out, n_received
 
 
 class Reducescatter(NamedCall):
@@ -202,11 +198,11 @@ class Reducescatter(NamedCall):
             n_rows, remainder = divmod(tensor.shape[0], calls.size)
             lengths = [n_rows + (rank < remainder) for rank in range(calls.size)]
             local, averaged = scaled(tensor, self._prescale).contiguous(), self._op == Average
-            exact = averaged and not local.is_floating_point() and not local.is_complex()
-            parts = list((local.long() if exact else local).split(lengths))
+            averages_integers = averaged and not local.is_floating_point() and not local.is_complex()
+            parts = list((local.long() if averages_integers else local).split(lengths))
             out = torch.empty_like(parts[calls.rank])
-            calls.reduce_scatter(out, parts, "mean" if averaged and not exact else OPERATIONS[self._op])
-            if exact:
+            calls.reduce_scatter(out, parts, "mean" if averaged and not averages_integers else OPERATIONS[self._op])
+            if averages_integers:
                 out = out.div_(calls.size, rounding_mode="trunc").to(tensor.dtype)
             self.result.append(scaled(out, self._postscale))
 

@@ -55,11 +55,7 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for a call, and return its result; the handle becomes invalid.
-
-    Raises:
-        HorovodInternalError: the call has failed, on all ranks.
-    """
+    """Wait for a call, and return its result or raise its error on all ranks; the handle becomes invalid."""
     pending = _handles.pop(handle, None)
     if pending is None:
         return None
@@ -77,6 +73,7 @@ def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 # --- all-reduce -------------------------------------------------------------------------------------------------------
 def _operation(average: bool | None, op: str | None) -> str:
+    # Return the operation that `op`, or Horovod's older argument `average`, selects; by default Average.
     if average is not None and op is not None:
         raise ValueError("average must not be given where op is; got both. Use op=hvd.Average.")
     chosen = (Average if average or average is None else Sum) if op is None else op
@@ -182,8 +179,8 @@ def grouped_allreduce(
 ) -> list[Tensor]:  # fmt: skip
     """Collective. Reduce several tensors by one allreduce; differentiable."""
     op = _operation(average, op)
-    small, contexts = zip(*map(compression.compress, tensors))
-    results = _AllreduceFunction.apply(op, name, prescale_factor, postscale_factor, process_set, *small)
+    compressed, contexts = zip(*map(compression.compress, tensors))
+    results = _AllreduceFunction.apply(op, name, prescale_factor, postscale_factor, process_set, *compressed)
     return [compression.decompress(each, context) for each, context in zip(results, contexts)]
 
 
@@ -245,10 +242,10 @@ class _AllgatherFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        handle = grouped_allreduce_async(gradients, op=Average, process_set=ctx.process_set)
+        handle = grouped_allreduce_async(gradients, op=Average, process_set=ctx.process_set)  # as Horovod: no sum
         index, parts = ctx.process_set.rank(), []
-        for total, lengths in zip(synchronize(handle), ctx.lengths):
-            parts.append(total.split(lengths)[index])
+        for mean, lengths in zip(synchronize(handle), ctx.lengths):
+            parts.append(mean.split(lengths)[index])
         return None, None, *parts
 
 
@@ -306,9 +303,9 @@ class _BroadcastFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         root_rank, process_set = ctx.options
-        total = synchronize(allreduce_async(gradients[0], op=Average, process_set=process_set))
+        mean = synchronize(allreduce_async(gradients[0], op=Average, process_set=process_set))
         here = process_set.ranks[process_set.rank()] == root_rank
-        return total if here else total * 0, None, None, None
+        return mean if here else mean * 0, None, None, None
 
 
 def broadcast(
@@ -328,23 +325,19 @@ def broadcast_(
 def alltoall_async(
     tensor: Tensor, splits: Tensor | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start to send rows of a tensor to all ranks; return a handle.
-
-    Args:
-        splits: number of rows for each rank; by default equal numbers.
-    """
+    """Start to send `splits[r]` rows (by default equal numbers) of a tensor to each rank r; return a handle."""
     ranks, rows = process_set.size(), tensor.shape[0]
     if splits is None:
         if rows % ranks:
             raise ValueError(f"rows must be divisible by the number of ranks, {ranks}; got {rows}. Give splits.")
         return _start(_first, process_set, name, Alltoall, tensor.detach(), [rows // ranks] * ranks)
-    numbers = torch.as_tensor(splits)
-    if numbers.is_floating_point() or numbers.dtype == torch.bool or numbers.dim() != 1 or len(numbers) != ranks:
+    counts = torch.as_tensor(splits)
+    if counts.is_floating_point() or counts.dtype == torch.bool or counts.dim() != 1 or len(counts) != ranks:
         raise ValueError(f"splits must be an integer for each of {ranks} ranks; got {splits}.")
-    if int(numbers.sum()) > rows or int(numbers.min()) < 0:
-        raise ValueError(f"splits must add up to at most the tensor's {rows} rows; got {numbers.tolist()}.")
-    used = tensor.detach()[: int(numbers.sum())]
-    return _start(tuple, process_set, name, Alltoall, used, numbers.tolist())
+    if int(counts.sum()) > rows or int(counts.min()) < 0:
+        raise ValueError(f"splits must add up to at most the tensor's {rows} rows; got {counts.tolist()}.")
+    sent = tensor.detach()[: int(counts.sum())]
+    return _start(tuple, process_set, name, Alltoall, sent, counts.tolist())
 
 
 class _AlltoallFunction(torch.autograd.Function):
@@ -352,7 +345,7 @@ class _AlltoallFunction(torch.autograd.Function):
     def forward(ctx: Any, tensor: Any, splits: Any, name: Any, process_set: Any) -> Any:
         sent = torch.full((process_set.size(),), tensor.shape[0] // process_set.size()) if splits is None else splits
         if splits is None and tensor.shape[0] % process_set.size():
-            alltoall_async(tensor, None, name, process_set)  # raises
+            alltoall_async(tensor, None, name, process_set)  # raises the ValueError about the number of rows
         out, received = synchronize(alltoall_async(tensor, sent, name, process_set))
         ctx.received, ctx.process_set = received, process_set
         ctx.mark_non_differentiable(received)
@@ -432,18 +425,14 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:  # fmt: skip
     """Collective. Reduce several tensors, and return this rank's rows of each; differentiable."""
-    small, contexts = zip(*map(compression.compress, tensors))
-    results = _ReducescatterFunction.apply(op, name, process_set, prescale_factor, postscale_factor, *small)
+    compressed, contexts = zip(*map(compression.compress, tensors))
+    results = _ReducescatterFunction.apply(op, name, process_set, prescale_factor, postscale_factor, *compressed)
     return [compression.decompress(each, context) for each, context in zip(results, contexts)]
 
 
 # --- the end of a rank's samples --------------------------------------------------------------------------------------
 def join(device: int = -1) -> int:
-    """Collective. Take part in other ranks' allreduces, with zeros, until all ranks have called it.
-
-    Returns:
-        The last rank that called it.
-    """
+    """Collective. Take part in other ranks' allreduces, with zeros, until all ranks call it; return the last caller."""
     del device  # where Horovod allocates the zeros
     ranks, matcher = global_process_set, matcher_of(global_process_set)
     last = matcher.wait(matcher.submit(Join()))

@@ -33,7 +33,7 @@ class _AllreducesGradients:
         self, names: dict[Tensor, str], compression: Any, passes: int, op: str, predivide: float,
         groups: Sequence[Sequence[Tensor]], sparse_as_dense: bool, process_set: ProcessSet,
     ) -> None:  # fmt: skip
-        """Set the options, and register the hooks on gradients."""
+        """Set the options of `DistributedOptimizer`, and register the hooks on gradients."""
         self._parameter_names, self._compression, self.backward_passes_per_step = names, compression, passes
         self._op, self._predivide, self._sparse_as_dense = op, predivide, sparse_as_dense
         self._process_set = process_set
@@ -54,6 +54,7 @@ class _AllreducesGradients:
         self._remaining = dict.fromkeys(self._remaining, passes)
 
     def _arrived(self, param: Tensor) -> None:
+        # Hook of a gradient: start its allreduce in the last of `backward_passes_per_step` passes.
         if param in self._waits and (self._waits[param] is not None or self._remaining[param] <= 0):
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
@@ -76,6 +77,7 @@ class _AllreducesGradients:
                 self._waits[each] = wait
 
     def _scales(self) -> tuple[str, float, float]:
+        # Return the operation, prescale and postscale of an allreduce; a predivided mean is a scaled sum.
         if self._op == Average and self._predivide != 1.0:
             return Sum, 1.0 / self._predivide, self._predivide / self._process_set.size()
         return self._op, 1.0, 1.0
@@ -96,8 +98,8 @@ class _AllreducesGradients:
                 param.grad = wait()
 
             return put
-        small, context = self._compression.compress(gradient)
-        handle = allreduce_async_(small, None, name, op, prescale, postscale, self._process_set)
+        compressed, context = self._compression.compress(gradient)
+        handle = allreduce_async_(compressed, None, name, op, prescale, postscale, self._process_set)
         return lambda: self._put(param, gradient, synchronize(handle), context)
 
     def _combine_group(self, params: Sequence[Tensor]) -> list[Wait]:
@@ -114,8 +116,8 @@ class _AllreducesGradients:
                 )
             handle = compressed_allreduce_async_(gradients, name, op, self._compression, self._process_set)
         else:
-            small, contexts = zip(*map(self._compression.compress, gradients))
-            handle = grouped_allreduce_async_(small, None, name, op, prescale, postscale, self._process_set)
+            compressed, contexts = zip(*map(self._compression.compress, gradients))
+            handle = grouped_allreduce_async_(compressed, None, name, op, prescale, postscale, self._process_set)
 
         def put_all() -> None:
             for param, gradient, result, context in zip(params, gradients, synchronize(handle), contexts):
@@ -124,6 +126,7 @@ class _AllreducesGradients:
         return [put_all, *[_nothing] * (len(params) - 1)]
 
     def _put(self, param: Tensor, gradient: Tensor, result: Tensor, context: Any) -> None:
+        # Store an allreduce's result, decompressed, in `gradient`, and in `param.grad` if that is sparse.
         combined = self._compression.decompress(result, context)
         if combined.data_ptr() != gradient.data_ptr():
             gradient.copy_(combined)
@@ -135,6 +138,7 @@ class _AllreducesGradients:
         for param in self._remaining:
             if param.requires_grad and param not in self._waits:
                 self._start(param)
+        # Groups that were not started, because some of their gradients were never computed.
         for group in {self._group_of[param] for param, wait in self._waits.items() if wait is None}:
             members = [each for each in group if each in self._waits]
             for each, started in zip(members, self._combine_group(members)):
@@ -197,14 +201,14 @@ class _AdasumOfChanges(_AllreducesGradients):
     def step(self, closure: Any = None) -> Any:
         """Collective. Take the plain optimiser's step, and combine the changes of all ranks."""
         params = list(self._remaining)
-        before = [param.detach().clone() for param in params]
+        starts = [param.detach().clone() for param in params]
         result = super(_AllreducesGradients, self).step(closure)  # type: ignore[misc]
         handles = []
-        for param, start in zip(params, before):
-            small, context = self._compression.compress(param.detach() - start)
+        for param, start in zip(params, starts):
+            compressed, context = self._compression.compress(param.detach() - start)
             name = f"allreduce.{self._parameter_names[param]}"
-            handles.append((allreduce_async_(small, None, name, Adasum, process_set=self._process_set), context))
-        for param, start, (handle, context) in zip(params, before, handles):
+            handles.append((allreduce_async_(compressed, None, name, Adasum, process_set=self._process_set), context))
+        for param, start, (handle, context) in zip(params, starts, handles):
             with torch.no_grad():
                 param.copy_(start + self._compression.decompress(synchronize(handle), context))
         return result
@@ -252,6 +256,7 @@ def DistributedOptimizer(
         requested = _check_compressed(requested, op, gradient_predivide_factor, params)
         compression = compression.copy()  # the residuals belong to this optimiser
     kind = _AdasumOfChanges if op == Adasum and process_set.size() > 1 else _AllreducesGradients
+    # Created without __init__: it shares the state and the param_groups of `optimizer`.
     wrapped: Any = optimizer.__class__.__new__(type(optimizer.__class__.__name__, (kind, optimizer.__class__), {}))
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped.start_combining(
@@ -298,7 +303,7 @@ def _names(named: Iterable[tuple[str, Tensor]] | None, params: Sequence[Tensor])
 
 
 def _groups(groups: int | Sequence[Sequence[Tensor]], params: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return groups of parameters: the given ones, or this number of groups of equal length."""
+    """Return groups of parameters: those of `groups`, or if it is a number, that many groups of equal length."""
     if not isinstance(groups, int):
         lists = [list(group) for group in groups]
         members = [id(param) for group in lists for param in group]

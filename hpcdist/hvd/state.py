@@ -22,11 +22,7 @@ T = TypeVar("T")
 
 
 class ProcessSet:
-    """A group of ranks that makes its own collective calls.
-
-    Args:
-        ranks: their numbers; or an MPI communicator.
-    """
+    """A group of ranks that makes its own collective calls; `ranks` are their numbers, or an MPI communicator."""
 
     process_set_id: int | None = None
 
@@ -93,7 +89,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         part = everyone.split(0 if everyone.rank in chosen else 1)
         if everyone.rank not in chosen:
             chosen = [everyone.rank]
-            part = part.split(part.rank)
+            part = part.split(part.rank)  # each rank that was not chosen is alone in its group
         _state.comm = part
     _state.sets, _state.numbers = {}, itertools.count()
     # Horovod's environment variables, which its users know.
@@ -145,11 +141,7 @@ def communicator() -> Communicator:
 
 # --- process sets -----------------------------------------------------------------------------------------------------
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set, and return it. Collective, of all ranks.
-
-    Raises:
-        ValueError: there is one with the same ranks, or a rank does not exist.
-    """
+    """Collective, of all ranks. Return a registered process set; raise ValueError if its ranks are taken or invalid."""
     comm = communicator()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if any(each.ranks == added.ranks for each in _state.sets.values()):
@@ -175,8 +167,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def matcher_of(process_set: ProcessSet) -> Matcher:
     """Return the matcher of a process set; raise ValueError if this rank does not belong to it."""
     if process_set.matcher is None:
-        communicator()
-        process_set.size()
+        communicator()  # raises before `init`
+        process_set.size()  # raises for a process set that was not added
         raise ValueError(
             f"the rank that calls must be in the process set; got rank {rank()} and {process_set!r}. Make the call "
             "only on its ranks."
@@ -194,11 +186,7 @@ def _ranks_of(mpi: Any) -> list[int]:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Start to write the times of calls to a file of rank 0, until `stop_timeline` or `shutdown`.
-
-    Raises:
-        OutputError: the file can't be written.
-    """
+    """Start to write the times of calls to a file of rank 0, until `stop_timeline` or `shutdown`."""
     matcher = matcher_of(global_process_set)
     stop_timeline()
     if rank() == 0:

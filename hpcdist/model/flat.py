@@ -12,15 +12,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import check_caps
 from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.model.gradients import Gradients
-from hpcdist.model.slots import (
-    bind,
-    check_flattenable,
-    check_memory,
-    check_parameters,
-    flatten,
-    getter,
-    unwrapped,
-)
+from hpcdist.model.slots import bind, check_flattenable, check_memory, check_parameters, flatten, getter, unwrapped
 
 _MOVED = " (by module.to(), .half(), p.data = ... or similar). Move or convert the module before wrapping it."
 
@@ -125,8 +117,8 @@ class FlatModel:
         by_name = {slot.name: slot for slot in self.slots + self.frozen_slots}
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
         modules = list(self.module.modules())
-        held = [(getter(m._parameters), m._parameters) for m in modules]  # to detect changes quickly
-        self._entries = [(get, key, p) for get, params in held for key, p in params.items() if p is not None]
+        dicts = [(getter(m._parameters), m._parameters) for m in modules]  # to detect changes quickly
+        self._entries = [(get, key, p) for get, params in dicts for key, p in params.items() if p is not None]
         self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
         self.keep_gradients([flat.new_zeros(len(flat)) for flat in self.params] if self._has_grads else None)
 
@@ -157,11 +149,7 @@ class FlatModel:
         return self.flat_buffers.sync()
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add parameters to train, frozen or not.
-
-        Raises:
-            ConfigError: a parameter does not belong to this FlatModel.
-        """
+        """Add parameters to train, frozen or not; raise ConfigError if one does not belong to this FlatModel."""
         parameters = list(parameters)
         known = {id(slot.tensor): slot.name for slot in self._all_slots}
         if any(id(parameter) not in known for parameter in parameters):
@@ -235,10 +223,10 @@ class FlatModel:
         return self._snapshot != sums(self.params)
 
     def changes(self) -> list[int | bytes]:
-        """Return values that show changes of parameters: torch's version counters, addresses, and some elements.
+        """Return values that differ once parameters have changed: torch's version counters, addresses, some elements.
 
-        torch does not count writes to `p.data` (`p.data.clamp_()`); they show if they change one of up to 256 elements
-        of each of `params`.
+        torch does not count writes to `p.data` (`p.data.clamp_()`); they are found if they change one of the up to 256
+        elements that are compared of each of `params`.
         """
         counts: list[int | bytes] = [self._moves]
         for slot in self.slots:
@@ -255,8 +243,8 @@ class FlatModel:
         Raises:
             ConfigError: a parameter was replaced, added, removed, or has another dtype or device.
         """
-        for get, key, held in self._entries:
-            if get(key) is not held:
+        for get, key, parameter in self._entries:
+            if get(key) is not parameter:
                 self._check_structure()
                 break
         for parameters, modules, n_parameters, n_modules in self._counts:
@@ -271,11 +259,14 @@ class FlatModel:
                     self._moves += 1
 
     def _check_structure(self) -> None:
-        """Raise ConfigError if a parameter of this FlatModel was replaced, added or removed."""
-        local = {id(slot.tensor) for slot in self._all_slots}
-        known = local | {id(tensor) for _, _, tensor in self._entries}
+        """Raise ConfigError if a parameter of this FlatModel was replaced, added or removed.
+
+        Parameters that the module had when it was wrapped, but that belong to no slot (see `only`), are not compared.
+        """
+        own_ids = {id(slot.tensor) for slot in self._all_slots}
+        all_ids = own_ids | {id(tensor) for _, _, tensor in self._entries}
         named = [*self.module.named_parameters(), *self._extra]
-        check_parameters([(name, p) for name, p in named if id(p) in local or id(p) not in known], self._all_slots)
+        check_parameters([(name, p) for name, p in named if id(p) in own_ids or id(p) not in all_ids], self._all_slots)
 
     @property
     def unfrozen(self) -> str | None:

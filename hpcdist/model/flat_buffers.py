@@ -46,11 +46,13 @@ class FlatBuffers:
 
     def tensors(self) -> list[Tensor]:
         """Return the module's current buffers, each once; they may be outside of flat memory, unlike after `sync`."""
-        now = {slot.name: getter(owner._buffers)(key) for _, owner, key, slot in self._entries}
-        return [slot.tensor if (tensor := now.get(slot.name)) is None else tensor for slot in self.slots]
+        current = {slot.name: getter(owner._buffers)(key) for _, owner, key, slot in self._entries}
+        return [slot.tensor if (tensor := current.get(slot.name)) is None else tensor for slot in self.slots]
 
     def sync(self) -> tuple[Tensor, ...]:
-        """Copy buffers that the module replaced (`self.mean = new`) into flat memory, bind them again; return it.
+        """Copy buffers that the module replaced (`self.mean = new`) into flat memory, and return its tensors.
+
+        Afterwards all buffers of the module are views of flat memory again.
 
         A non-persistent buffer is not part of the model's state, but a cache, such as angles of positions. If its shape
         changes, or it is added or removed, it becomes local to this rank: other ranks' batches may have other lengths.
@@ -58,8 +60,8 @@ class FlatBuffers:
         Raises:
             ConfigError: a persistent buffer is new, removed, no longer tied, or has another shape, dtype or device.
         """
-        now = list(_entries_of(self._module))
-        tensors = {name: tensor for name, *_, tensor in now}
+        entries = list(_entries_of(self._module))
+        tensors = {name: tensor for name, *_, tensor in entries}
         for name, owner, key, slot in list(self._entries):
             tensor = tensors.get(name)
             if _is_cache(owner, key) and (tensor is None or not slot.fits(tensor, self._flats)):
@@ -67,26 +69,26 @@ class FlatBuffers:
                 slot.tensor = slot.view(self._flats)  # flat memory stays the same on all ranks
                 slot.pointer = slot.tensor.data_ptr()
         known = {name for name, *_ in self._entries}
-        now = [entry for entry in now if entry[0] in known or not _is_cache(*entry[1:3])]
-        odd = {name for name, *_ in now} ^ {name for name, *_ in self._entries}
-        if odd:
+        entries = [entry for entry in entries if entry[0] in known or not _is_cache(*entry[1:3])]
+        changed = {name for name, *_ in entries} ^ {name for name, *_ in self._entries}
+        if changed:
             raise ConfigError(
-                f"the module's buffers must be the same as when it was wrapped; got {min(odd)!r} added or removed. "
+                f"the module's buffers must be the same as when it was wrapped; got {min(changed)!r} added or removed. "
                 "Register every buffer before wrapping; or pass persistent=False to register_buffer, if it is "
                 "computed again whenever it is missing."
             )
         by_name = {name: slot for name, _, _, slot in self._entries}
-        self._entries = [(name, owner, key, by_name[name]) for name, owner, key, _ in now]
-        current: dict[str, Tensor] = {}  # by slot
-        for name, _, _, tensor in now:
+        self._entries = [(name, owner, key, by_name[name]) for name, owner, key, _ in entries]
+        tensor_of: dict[str, Tensor] = {}  # by slot
+        for name, _, _, tensor in entries:
             slot = by_name[name]
-            if current.setdefault(slot.name, tensor) is not tensor:
+            if tensor_of.setdefault(slot.name, tensor) is not tensor:
                 raise ConfigError(
                     f"buffers {slot.name!r} and {name!r} must stay one tensor, as when wrapped; got two. "
                     "Change them in place (copy_), or untie them before wrapping."
                 )
         for slot in self.slots:
-            tensor = current.get(slot.name, slot.tensor)
+            tensor = tensor_of.get(slot.name, slot.tensor)
             if tensor is not slot.tensor or tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
                 advice = ". Change it before wrapping; or pass persistent=False to register_buffer, if it may grow."
                 slot.move_in(tensor, self._flats, "buffer", advice)
@@ -107,7 +109,7 @@ class FlatBuffers:
     def restore(self, averaged: bool = False) -> None:
         """Set the buffers to the values that `save` copied, and forget these; do nothing without them.
 
-        `joint` keep their values, and with `averaged`, before statistics are averaged, so do counts.
+        Buffers in `joint` keep their values; with `averaged` (before statistics are averaged) counts do, too.
         """
         saved, self._saved = self._saved, []
         if not saved:
@@ -135,7 +137,7 @@ def _kinds(module: nn.Module, requested: Mapping[str, str]) -> dict[str, str]:
     """
     kinds: dict[str, str] = {}
     for name, (owner, tensor) in unwrapped(module, ((name, (o, t)) for name, o, _, t in _entries_of(module))):
-        scripted = getattr(nn, str(getattr(owner, "original_name", None)), None)  # with torch.jit.script
+        scripted = getattr(nn, str(getattr(owner, "original_name", None)), None)  # class before torch.jit.script
         cls = scripted if isinstance(scripted, type) else type(owner)
         normalises = getattr(owner, "normalises", False) or issubclass(cls, _NormBase)
         kind = ("mean" if tensor.is_floating_point() else "count") if normalises else "first"

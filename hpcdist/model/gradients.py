@@ -173,7 +173,7 @@ class Gradients:
         self._set_weight(weight if self._equal_weight is None or not self.counts else self._equal_weight)
 
     def _set_weight(self, weight: float) -> None:
-        """Set the weight of the current batch; add the hooks that apply it, which `begin_batch` removes."""
+        """Set the weight of the current batch; add the hooks that apply it, which `start_batch` removes."""
         self.weight = weight
         self._weighted = self._weighted and bool(self.weights)  # earlier gradients keep their weight
         if self._needs_hooks and not self._weight_hooks:
@@ -193,6 +193,7 @@ class Gradients:
 
     @uncompiled
     def _apply_weight(self, parameter: Tensor, grad: Tensor) -> Tensor | None:
+        # Hook before a gradient is accumulated: return it times the weight; None leaves it unchanged.
         if not self._needs_hooks:
             return None
         self._weighted = True
@@ -201,13 +202,13 @@ class Gradients:
 
     @property
     def mean_weight(self) -> float:
-        """The mean weight of the passes since the last step; 0 if no batch counts."""
+        """The mean weight of the passes since the last step; before the first pass: the weight of the batch."""
         return sum(self.weights) / len(self.weights) if self.weights else self.weight
 
     @property
     def skipped(self) -> int:
         """The number of earlier batches that no step has used."""
-        return self.batch - self.batches_used - (self.batch > self._used_last)
+        return self.batch - self.batches_used - (self.batch > self._used_last)  # a step may still use the current one
 
     # --- backward passes ------------------------------------------------------------------------------------------
     def _make_hook(self, position: int) -> Callable[[Tensor], None]:
@@ -216,7 +217,7 @@ class Gradients:
         @uncompiled
         def hook(parameter: Tensor) -> None:
             task = torch._C._current_graph_task_id()
-            if task != self._current:
+            if task != self._current:  # the first gradient of a pass
                 self._start(task)
             grad = parameter.grad
             if grad is None or grad.requires_grad or grad.layout is not torch.strided:
@@ -333,18 +334,18 @@ class Gradients:
         """
         if not self.weights or not self._flat:
             return False
-        replaced, remaining, now = False, 0, self._versions()
+        replaced, n_grads, versions = False, 0, self._versions()
         for slot, view, pointer in zip(self._slots, self._views, self._pointers):
             grad = slot.tensor.grad
-            remaining += grad is not None
+            n_grads += grad is not None
             replaced = replaced or (grad is not None and (grad is not view or grad.data_ptr() != pointer))
-        changed = replaced or now != self._after_pass
+        changed = replaced or versions != self._after_pass
         if self.fingerprint is not None:
-            self.changed_by_loop += (self._change(now) if changed else 0) + (remaining < self._released)
+            self.changed_by_loop += (self._change(versions) if changed else 0) + (n_grads < self._released)
         return changed
 
     def _change(self, now: list[object]) -> int:
-        """Return a code for the change, to compare between ranks if gradients are already the mean of all ranks.
+        """Return a code for the loop's change, to compare between ranks if gradients are already the mean of all ranks.
 
         0: values are as before. 1: gradients still differ by rank, as inside a pass. Else 2048 + the exponent of the
         gradients' mean magnitude: different factors on ranks change it in most cases, rounding hardly ever.
@@ -355,6 +356,7 @@ class Gradients:
         return 0 if values == before else 2048 + math.frexp(np.abs(np.frombuffer(b"".join(values))).mean())[1]  # type: ignore[arg-type]
 
     def _versions(self) -> list[object]:
+        # Return torch's version counter of each flat gradient, then its fingerprint if there is a function for it.
         values = [] if self.fingerprint is None else map(self.fingerprint, self._flats)
         return [*(flat._version for flat in self._flats), *values]  # versions count changes of views too
 
@@ -377,18 +379,18 @@ class Gradients:
         Raises:
             ConfigError: a gradient was replaced after its bucket was announced, so that other ranks got the old one.
         """
-        counts = self.mean_weight > 0.0
-        # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
-        stays = counts or (self.weights_batches and (bool(self.weights) or self._unchanged_since_step()))
-        if not stays or any(self._blank):
-            self._hide(stays)
+        any_counts = self.mean_weight > 0.0
+        # Gradients of earlier passes, or of the last step, may be the mean of all ranks: they remain.
+        keeps = any_counts or (self.weights_batches and (bool(self.weights) or self._unchanged_since_step()))
+        if not keeps or any(self._blank):
+            self._hide(keeps)
         used = torch.tensor([slot.tensor.grad is not None for slot in self._slots], dtype=torch.bool)
         for position, (slot, view, pointer) in enumerate(zip(self._slots, self._views, self._pointers)):
             grad = slot.tensor.grad
             if grad is view and grad.data_ptr() == pointer:
                 continue
-            if self._bucket_of[position] < self._announced:
-                self._require_in_place(position, counts)
+            if self._bucket_of[position] < self._announced:  # it has been sent already
+                self._require_in_place(position, any_counts)
             elif grad is None:
                 self._view(position).zero_()
             else:
@@ -405,13 +407,13 @@ class Gradients:
 
     def _unchanged_since_step(self) -> bool:
         """Return whether the gradients are still those of the last step, in place."""
-        held = zip(self._slots, self._views, self._pointers)
-        places = ((slot.tensor.grad, view, pointer) for slot, view, pointer in held)
-        in_place = all(grad is None or (grad is view and grad.data_ptr() == at) for grad, view, at in places)
+        slots = zip(self._slots, self._views, self._pointers)
+        grads = ((slot.tensor.grad, view, pointer) for slot, view, pointer in slots)
+        in_place = all(grad is None or (grad is view and grad.data_ptr() == at) for grad, view, at in grads)
         return in_place and self._after_step == [flat._version for flat in self._flats]
 
     def _hide(self, stays: bool) -> None:
-        """Remove gradients that come only from batches of weight 0, or all unless `stays`, from their parameters."""
+        """Remove gradients that come only from batches of weight 0, or all unless `stays`; `done` sets them to zero."""
         for position, slot in enumerate(self._slots):
             if slot.tensor.grad is not None and (not stays or self._blank[position]):
                 slot.tensor.grad = None

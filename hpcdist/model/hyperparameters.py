@@ -44,11 +44,7 @@ class Hyperparameters:
         return len(self._positions)
 
     def values(self) -> list[float]:
-        """Return the current numbers.
-
-        Raises:
-            ConfigError: settings or groups were added or removed.
-        """
+        """Return the current numbers; raise ConfigError if settings or groups were added or removed."""
         groups = self._optimizer.param_groups if self._positions else []
         try:
             items = [groups[n][key] if index is None else groups[n][key][index] for n, key, index in self._positions]
@@ -97,9 +93,9 @@ class Hyperparameters:
     def digests(self, *others: float) -> list[int]:
         """Return d and d² modulo a prime, where d is a 31-bit checksum of the numbers without `counters`, and `others`.
 
-        Their sums over the ranks show whether all ranks have the same numbers, see `digests_are_equal`.
+        From the sums of both over the ranks `digests_are_equal` finds whether all ranks have the same numbers.
         """
-        compared = [value for value, at in zip(self.values(), self._positions) if at[:2] not in self.counters]
+        compared = [v for v, position in zip(self.values(), self._positions) if position[:2] not in self.counters]
         values = [*compared, *others]
         digest = zlib.crc32(struct.pack(f"{len(values)}d", *values)) >> 1
         return [digest, digest * digest % _PRIME]
@@ -137,8 +133,8 @@ def require_equal_values(comm: Communicator, numbers: Hyperparameters, step: int
 def digests_are_equal(sums: Sequence[int], count: int) -> bool:
     """Return whether Σd and Σ(d² mod a prime) can come from `count` equal digests d."""
     total, squares = sums
-    digest, rest = divmod(total, count)
-    return rest == 0 and squares == count * (digest * digest % _PRIME)
+    digest, remainder = divmod(total, count)
+    return remainder == 0 and squares == count * (digest * digest % _PRIME)
 
 
 def difference(comm: Communicator, numbers: Hyperparameters, step: int) -> MismatchError:
@@ -159,7 +155,11 @@ def unequal_steps_error(counts: Mapping[int, int], what: str) -> MismatchError |
 
 
 def unequal(numbers: Hyperparameters, values_of: Mapping[int, Sequence[float]], where: str) -> MismatchError | None:
-    """Return the error that names the first number in which a rank differs from the lowest rank; None if none does."""
+    """Return the error that names the first number in which a rank differs from the lowest rank; None if none does.
+
+    Args:
+        values_of: by rank, the result of `numbers.values()` there, perhaps followed by others.
+    """
     first = min(values_of)
     for rank, values in sorted(values_of.items()):
         rows = zip(numbers._positions, numbers.names(), values_of[first], values)  # `values` may be longer

@@ -18,19 +18,16 @@ Described = dict[str, Any]  # one parameter's state, by name: _ALONG, a number, 
 
 def groups(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any] | None]:
     """Return the group of each parameter, in the order of `model.slots`; None for a parameter outside of all groups."""
-    of_all = [] if optimizer is None else optimizer.param_groups
-    of = {id(parameter): group for group in of_all for parameter in group["params"]}
-    return [of.get(id(slot.tensor)) for slot in model.slots]
+    all_groups = [] if optimizer is None else optimizer.param_groups
+    group_of = {id(parameter): group for group in all_groups for parameter in group["params"]}
+    return [group_of.get(id(slot.tensor)) for slot in model.slots]
 
 
 def required(optimizer: torch.optim.Optimizer | None, where: str) -> torch.optim.Optimizer:
-    """Return the optimiser, whose state is to be changed.
+    """Return the optimiser; raise ConfigError if it is None.
 
     Args:
-        where: the setting that needs an optimiser, such as `strategy.inner_state is not keep`.
-
-    Raises:
-        ConfigError: there is none.
+        where: for the message, what needs an optimiser, such as `strategy.inner_state is not keep`.
     """
     if optimizer is None:
         raise ConfigError(
@@ -62,11 +59,11 @@ class Moments:
         """
         for name in self._names or self._agree(optimizer):
             flats = [torch.zeros_like(flat) for flat in self._model.params]
-            held = [(view, state[name]) for view, state in self._along(optimizer, flats) if name in state]
-            for view, tensor in held:
+            pairs = [(view, state[name]) for view, state in self._along(optimizer, flats) if name in state]
+            for view, tensor in pairs:
                 view.copy_(tensor)
             mean(flats)
-            for view, tensor in held:
+            for view, tensor in pairs:
                 tensor.copy_(view)
 
     def reset(self) -> None:
@@ -81,7 +78,10 @@ class Moments:
             yield slot.view(flats), {name: state[name] for name in along}
 
     def _agree(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Collective. Create missing state; return the names of tensors with their parameter's shape on any rank."""
+        """Collective. Create missing state; return the names of tensors with their parameter's shape on any rank.
+
+        `agreed` has for each parameter the description by the lowest rank that has a state for it.
+        """
         indices = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
         parameters = [slot.tensor for slot in self._model.slots if slot.tensor in indices]
         local = [_describe(parameter, optimizer.state.get(parameter, {})) for parameter in parameters]
@@ -89,9 +89,9 @@ class Moments:
         agreed: list[Described] = [next(filter(None, of_ranks), {}) for of_ranks in zip(*described, strict=True)]
         lacking = [(p, new) for p, old, new in zip(parameters, local, agreed, strict=True) if new and not old]
         if lacking:
-            whole = optimizer.state_dict()  # so that torch moves each tensor to the right device
-            whole["state"] |= {indices[p]: _create_state(p, described) for p, described in lacking}
-            optimizer.load_state_dict(whole)
+            state_dict = optimizer.state_dict()  # so that torch moves each tensor to the right device
+            state_dict["state"] |= {indices[p]: _create_state(p, described) for p, described in lacking}
+            optimizer.load_state_dict(state_dict)
         names = list(dict.fromkeys(name for new in agreed for name, what in new.items() if what == _ALONG))
         if all(agreed):
             self._names = names

@@ -46,10 +46,9 @@ class Slot:
         return (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, flats[self.group].device)
 
     def move_in(self, tensor: Tensor, flats: Sequence[Tensor], role: str, advice: str) -> None:
-        """Copy the values of `tensor` into the slot, and make the slot its tensor's memory again.
+        """Copy the values of `tensor` into the slot, and make the slot the memory of `self.tensor` again.
 
-        Raises:
-            ConfigError: shape, dtype or device differ. The message names `role`, and ends with `advice`.
+        Raises ConfigError, with `role` and `advice` in the message, if shape, dtype or device differ.
         """
         if not self.fits(tensor, flats):
             raise ConfigError(
@@ -151,14 +150,14 @@ def unwrapped(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tup
 
 
 def check_parameters(now: Sequence[tuple[str, Tensor]], slots: Sequence[Slot]) -> None:
-    """Raise ConfigError unless these parameters are the tensors of `slots`, the same objects in order."""
-    odd = next((name for (name, tensor), slot in zip(now, slots) if tensor is not slot.tensor), None)
-    if odd is None and len(now) != len(slots):
+    """Raise ConfigError unless the parameters `now` are the tensors of `slots`, the same objects in order."""
+    diff = next((name for (name, tensor), slot in zip(now, slots) if tensor is not slot.tensor), None)
+    if diff is None and len(now) != len(slots):  # name the first one behind the shorter list
         names = max([name for name, _ in now], [slot.name for slot in slots], key=len)
-        odd = names[min(len(now), len(slots))]
-    if odd is not None:
+        diff = names[min(len(now), len(slots))]
+    if diff is not None:
         raise ConfigError(
-            f"the module's parameters must be the same as when it was wrapped; got {odd!r} added, removed or replaced "
+            f"the module's parameters must be the same as when it was wrapped; got {diff!r} added, removed or replaced "
             "(load_state_dict(assign=True) replaces). Change the module before wrapping it."
         )
 

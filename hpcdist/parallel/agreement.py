@@ -33,17 +33,20 @@ class Agreement:
         """Collective in the replica. Return the names of parameters with a non-finite gradient, of all stages.
 
         Messages: one number, and the names if there are any.
+
+        Args:
+            names_of: this rank's names, by keys such as a strategy's rank; the result merges the ranks' names by key.
         """
         count = torch.tensor([len(names_of)], dtype=torch.int64)
         self.comm.allreduce(count)
         if not count.item():
             return {}
-        joined: dict[int, list[str]] = {}
+        merged: dict[int, list[str]] = {}
         for of_stage in self.comm.gather(list(names_of.items())):
             for key, names in of_stage:
-                names_known = joined.setdefault(key, [])
+                names_known = merged.setdefault(key, [])
                 names_known += [name for name in names if name not in names_known]
-        return joined
+        return merged
 
     def spread_overflow(self, grads: Iterable[Tensor]) -> None:
         """Collective in the replica. Make a gradient NaN here if another rank has one that is not finite.
@@ -61,9 +64,8 @@ class Agreement:
         """Collective in the replica. Compute the 2-norm of all stages' gradients together, as a float64 on the CPU."""
         grads = [p.grad for p in parameters if p.grad is not None and id(p) not in self._repeated]
         squares = [float(torch.linalg.vector_norm(as_real(chunk), dtype=torch.float64)) ** 2 for chunk in chunks(grads)]
-        squares_of_ranks = torch.zeros(
-            self.comm.size, dtype=torch.float64
-        )  # one for each rank: sums of one number are exact
+        # All-reduce adds only zeros to each rank's element, so that the result does not depend on its order of sums.
+        squares_of_ranks = torch.zeros(self.comm.size, dtype=torch.float64)
         squares_of_ranks[self.comm.rank] = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
         self.comm.allreduce(squares_of_ranks)
         return torch.tensor(math.sqrt(sum(squares_of_ranks.tolist())), dtype=torch.float64)
@@ -83,11 +85,11 @@ class PartOfModel(nn.Module, abc.ABC):
     optimizers: list[Any]
 
     def describe_parts(self) -> dict[str, dict[str, Any]]:
-        """Describe the tensors that are parts of larger ones, by name, for a checkpoint; none if a rank has layers.
+        """Describe the tensors that are parts of larger ones, by name, for a checkpoint; {} if ranks hold whole layers.
 
         `of` is the name of the whole tensor and `shape` its shape. `ranks` lists the ranks of the replica that have
         parts of it, nested; `dims` has for each depth the dimension that is cut there, as by `torch.chunk`, or None if
-        all ranks have the same. `dims` itself is None if the parts lie otherwise.
+        all ranks have the same. `dims` itself is None if the tensor was divided in another way.
         """
         return {}
 
@@ -138,21 +140,22 @@ class TiedParameters:
         return sum((group.trace.traffic for group, _ in self._groups), Traffic())
 
     def start_gradients(self) -> None:
-        """Keep the sums of earlier batches on the first of the ranks only, before gradients are added to them."""
+        """Set the gradients of `repeated` to zero: they are sums over all ranks, which the first rank alone keeps."""
         for parameter in self.repeated:
             if parameter.grad is not None:
                 parameter.grad.zero_()
 
     def sum_gradients(self) -> None:
-        """Collective. Sum the gradients of shared parameters over their ranks; frozen ones get no gradient."""
-        for total, (_, parameters) in zip(self._sums, self._groups, strict=True):
+        """Collective. Sum the gradients of shared parameters over their ranks; None remains if no rank has one."""
+        for all_reduce, (_, parameters) in zip(self._sums, self._groups, strict=True):
             for parameter in parameters:
                 local_grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                count = torch.tensor([parameter.grad is not None], dtype=local_grad.dtype, device=local_grad.device)
-                gradient = torch.cat([_flat(local_grad), count])
-                total(gradient)
-                if gradient[-1] > 0:
-                    local_grad.copy_(gradient[:-1].view(parameter.shape))
+                has_grad = torch.tensor([parameter.grad is not None], dtype=local_grad.dtype, device=local_grad.device)
+                # The last element counts the ranks with a gradient.
+                sums = torch.cat([_flat(local_grad), has_grad])
+                all_reduce(sums)
+                if sums[-1] > 0:
+                    local_grad.copy_(sums[:-1].view(parameter.shape))
                     parameter.grad = local_grad
 
     def share_values(self) -> None:

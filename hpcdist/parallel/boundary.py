@@ -147,7 +147,7 @@ class Boundary:
             header = torch.empty(int(length), dtype=torch.uint8)
             self._comm.irecv(header, peer, self._values_tag).wait()
             self._layouts[key] = Layout.decode(header.numpy().tobytes())
-            self._peers[self._values_tag] = itertools.chain([peer], self._peers[self._values_tag])
+            self._peers[self._values_tag] = itertools.chain([peer], self._peers[self._values_tag])  # for the tensors
         layout = self._layouts[key]
         tensors = iter(self._receive(self._values_tag, [tensor for tensor in layout.tensors if tensor is not None]))
         return [None if tensor is None else next(tensors) for tensor in layout.tensors], layout
@@ -160,9 +160,8 @@ class Boundary:
     def _send(self, tensors: list[Tensor], tag: int) -> None:
         tensors = [tensor.detach() for tensor in tensors]
         if self._local_queues is not None:
-            self._local_queues[tag].append(
-                [tensor.clone() for tensor in tensors]
-            )  # the next stage may change them in place
+            # Copies, because the next stage may change them in place.
+            self._local_queues[tag].append([tensor.clone() for tensor in tensors])
             return
         self._sending = [(request, tensor) for request, tensor in self._sending if not request.done()]
         peer = next(self._peers[tag])
@@ -172,6 +171,7 @@ class Boundary:
                 self._sending.append((self._comm.isend(flat, peer, tag), flat))
 
     def _post(self, tag: int, described: list[Described]) -> None:
+        # Start receiving tensors of these dtypes and shapes; `_receive` waits for them.
         if self._local_queues is not None:
             return
         peer = next(self._peers[tag])

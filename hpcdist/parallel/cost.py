@@ -97,6 +97,7 @@ def _layers(model: Any, device: torch.device, held_bytes: int) -> tuple[Chain, I
 
 
 def _built(make: Callable[[], Any], whole: Chain, device: torch.device, held_bytes: int) -> Iterator[Chain]:
+    # Yield each layer; several are built at a time, with at most `held_bytes` of parameters.
     sizes = [_bytes(whole.layer(number).parameters()) for number in range(len(whole))]
     first = 0
     while first < len(sizes):
@@ -109,19 +110,15 @@ def _built(make: Callable[[], Any], whole: Chain, device: torch.device, held_byt
 
 
 class _Probe:
-    """Measures one layer after the other; keeps the values between them, and the layer that pays for each."""
+    """Measures one layer after the other; keeps the values between them, and for each the layer that computed it."""
 
     def __init__(self, values: Values, repeats: int, device: torch.device):
         self._values, self._repeats, self._device = values, repeats, device
-        self._owners: list[int | None] = [None] * len(pytree.tree_leaves(values))  # None if no layer pays
+        self._owners: list[int | None] = [None] * len(pytree.tree_leaves(values))  # None: no layer, or counted
         self.costs: list[LayerCost] = []
 
     def measure(self, name: str, run: Run, layer: nn.Module | None = None, known: Iterable[Tensor] = ()) -> None:
-        """Add the cost of a layer to `costs`.
-
-        Args:
-            known: tensors that are in memory anyway.
-        """
+        """Add the cost of a layer to `costs`; `known` tensors are in memory anyway."""
         parameters = [] if layer is None else [*layer.parameters()]
         passes = [self._pass(run, parameters) for _ in range(WARM_UP + self._repeats)][WARM_UP:]
         forward_s, backward_s, inputs_s = (median(each) for each in zip(*passes, strict=True))
@@ -151,12 +148,13 @@ class _Probe:
         return forward_s, backward_s, self._now() - start
 
     def _advance(self, run: Run, in_memory: list[Tensor]) -> None:
-        """Run the layer once more, charge layers for the tensors that autograd keeps, and go on to the outputs."""
+        """Run the layer once more, add tensors that autograd keeps to the costs of layers, and store the outputs.
+
+        A kept input is charged to the layer that computed it, others to this layer.
+        """
         number = len(self.costs) - 1
         _, values = self._entered()
-        input_indices = {
-            _address(leaf): i for i, leaf in enumerate(pytree.tree_leaves(values)) if isinstance(leaf, Tensor)
-        }
+        index_of = {_address(leaf): i for i, leaf in enumerate(pytree.tree_leaves(values)) if isinstance(leaf, Tensor)}
         known_addresses = {_address(tensor) for tensor in in_memory}
         saved: dict[int, Tensor] = {}
 
@@ -168,16 +166,16 @@ class _Probe:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             outputs = run(values)
         for address, tensor in saved.items():
-            input_index = input_indices.get(address)
+            input_index = index_of.get(address)
             owner = number if input_index is None else self._owners[input_index]
             if input_index is not None:
-                self._owners[input_index] = None  # charged from now on
+                self._owners[input_index] = None  # counted once
             if owner is not None:
                 n_bytes = self.costs[owner].activation_bytes + tensor.untyped_storage().nbytes()
                 self.costs[owner] = replace(self.costs[owner], activation_bytes=n_bytes)
         addresses = [_address(leaf) if isinstance(leaf, Tensor) else 0 for leaf in pytree.tree_leaves(outputs)]
         self._owners = [
-            self._owners[input_indices[address]] if address in input_indices else None if address in saved else number
+            self._owners[index_of[address]] if address in index_of else None if address in saved else number
             for address in addresses
         ]
         self._values = _detached(outputs)

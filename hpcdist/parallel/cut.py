@@ -40,11 +40,7 @@ class Cut:
 
 
 def by_hand(sizes: Sequence[int], n_layers: int) -> Cut:
-    """Cut a model of `n_layers` layers into stages of these numbers of layers.
-
-    Raises:
-        ConfigError: a number is less than 1, or their sum is not the model's number of layers.
-    """
+    """Return the cut into stages of `sizes` layers, each above 0; raise ConfigError if they don't sum to `n_layers`."""
     if not sizes or min(sizes) < 1 or sum(sizes) != n_layers:
         raise ConfigError(
             f"cut must be numbers of layers, at least 1 for each stage, whose sum is the model's {n_layers}; got "
@@ -54,11 +50,7 @@ def by_hand(sizes: Sequence[int], n_layers: int) -> Cut:
 
 
 def cut_of(whole: Chain, parts: int, cut: Cut | Sequence[int] | None) -> Cut:
-    """Return the cut of a model into `parts` stages: as given (a Cut or numbers of layers), or by parameters.
-
-    Raises:
-        ConfigError: the given cut has another number of stages, or of layers.
-    """
+    """Return the cut of a model into `parts` stages: `cut`, checked, or if that is None, one balanced by parameters."""
     if isinstance(cut, Cut):
         if cut.stages != parts or cut.bounds[-1] != len(whole):
             raise ConfigError(
@@ -111,16 +103,17 @@ def balance(
             f"stages must be at most as many as the model's layers with parameters, {sum(needed)}; got {stages}. Take "
             "fewer stages, or cut the model into more layers."
         )
-    time, useful = _sum(costs), _sum(needed)
+    # Functions of a part: (stage, first layer, last layer + 1).
+    time, n_needed = _sum(costs), _sum(needed)
     if callable(memory):
         sizes: Weight = lambda stage, first, end: memory(stage, range(first, end))  # noqa: E731
     else:
         sizes = _sum(memory or [0] * layers)
     limit = math.inf if limit_bytes is None else limit_bytes
-    _need_room(sizes, useful, layers, stages, limit)
+    _need_room(sizes, n_needed, layers, stages, limit)
 
     def fits(*part: int) -> bool:
-        return useful(*part) > 0 and sizes(*part) <= limit
+        return n_needed(*part) > 0 and sizes(*part) <= limit
 
     slowest, _ = _best(lambda *part: time(*part) if fits(*part) else None, max, layers, stages)
     sent = [0, *(boundaries or [0] * layers)]
@@ -132,13 +125,13 @@ def balance(
 
 
 def _sum(weights: Sequence[float]) -> Weight:
-    """Return the cost of a stage as the sum over its layers."""
+    """Return a function for the cost of a stage, the sum of its layers' weights."""
     totals = [0, *accumulate(weights)]
     return lambda stage, first, end: totals[end] - totals[first]
 
 
 def _best(weight: Weight, combine: Callable[[Any, Any], Any], layers: int, stages: int) -> tuple[Any, tuple[int, ...]]:
-    """Find the cut with the smallest combined weight of its stages, by Bellman's recursion over (stage, layers so far).
+    """Return the smallest combined weight of a cut's stages, and its bounds, by recursion over (stage, layers so far).
 
     `combine` must not decrease in either argument.
     """

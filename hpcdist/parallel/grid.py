@@ -66,7 +66,7 @@ def checked_stages(stages: int, size: int) -> int:
 
 
 def _check_placement(comm: Communicator, stages: int) -> None:
-    """Raise ConfigError unless each replica is on one node; then it is Collective."""
+    """Raise ConfigError unless each replica is on one node. Collective if it raises."""
     if comm.platform.virtual is not None and len(set(comm.nodes)) == comm.size:
         return
     replicas = [range(first, first + stages) for first in range(0, comm.size, stages)]

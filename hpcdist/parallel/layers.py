@@ -48,11 +48,7 @@ class Chain(nn.Module):
 
     @staticmethod
     def of(model: Any) -> Chain:
-        """Make a chain of a model's layers; return a Chain as it is.
-
-        Raises:
-            ConfigError: the model is not a Chain, an nn.Sequential or a list of modules.
-        """
+        """Return a Chain, an nn.Sequential or a list of modules as a Chain; raise ConfigError for other models."""
         if isinstance(model, Chain):
             return model
         if isinstance(model, nn.Sequential):
@@ -112,7 +108,7 @@ def unwrapped(values: tuple[Any, ...]) -> Any:
 
 
 def _parameters(layer: nn.Module) -> int | None:
-    """Count the values that a layer takes; None if it takes all."""
+    """Return the number of a layer's required positional parameters (at least 1); None if it takes all values."""
     try:
         parameters = inspect.signature(layer.forward).parameters.values()
     except (TypeError, ValueError):  # compiled
@@ -164,7 +160,7 @@ def build(make: Make, numbers: Collection[int], device: torch.device | str | Non
     dropped_ids = {id(parameter) for parameter in chain.parameters()} - kept_ids
     dropped = [id(parameter) in dropped_ids for parameter in registered]
     scratch = _Scratch(p for p, drop in zip(registered, dropped, strict=True) if drop)
-    drops = iter(dropped)
+    drops = iter(dropped)  # the second run registers parameters in the same order
 
     def replace(parameter: nn.Parameter) -> nn.Parameter | None:
         return scratch.stand_in(parameter) if next(drops, False) else None

@@ -99,32 +99,32 @@ class Pipeline(PartOfModel):
         self._build((lambda: make) if isinstance(make, (nn.Module, list, tuple)) else cast(Make, make), cut)
 
     def _build(self, make: Make, cut: Cut | Sequence[int] | None) -> None:
+        # Cut the model, build this rank's layers, and set up its stages and their boundaries.
         comm, ranks = self.grid.inner, self.grid.inner.size
         whole, parts = outline(make), ranks * self._chunks
         self.cut = cut_of(whole, parts, cut)
-        of_ranks = [[n for s in range(rank, parts, ranks) for n in self.cut.layers(s)] for rank in range(ranks)]
-        local_layers = build(make, of_ranks[comm.rank], self._device)
+        layers_of_rank = [[n for s in range(rank, parts, ranks) for n in self.cut.layers(s)] for rank in range(ranks)]
+        local_layers = build(make, layers_of_rank[comm.rank], self._device)
         for name, layer in local_layers._modules.items():
             self.add_module(name, layer)
         self.stages, self.n_stages = tuple(range(comm.rank, parts, ranks)), parts
         self.is_first, self.is_last = self.stages[0] == 0, self.stages[-1] == parts - 1
         self._chain = (local_layers,)  # a tuple hides it from nn.Module: its layers are here already
-        numbers = {number: position for position, number in enumerate(of_ranks[comm.rank])}
+        index_of = {number: position for position, number in enumerate(layers_of_rank[comm.rank])}
         self._stages: dict[int, Stage] = {}
         self._boundaries: dict[int, Boundary] = {}  # by the stage before
         for stage in self.stages:
             layers = self.cut.layers(stage)
-            self._stages[stage] = Stage(stage, local_layers.part(numbers[n] for n in layers), layers, self._recompute)
-            for boundary_number, neighbor in ((stage - 1, stage - 1), (stage, stage + 1)):
-                if 0 <= neighbor < parts and boundary_number not in self._boundaries:
-                    self._boundaries[boundary_number] = Boundary(
-                        self._between, boundary_number, neighbor % ranks, self._device
-                    )
+            self._stages[stage] = Stage(stage, local_layers.part(index_of[n] for n in layers), layers, self._recompute)
+            for boundary, neighbor in ((stage - 1, stage - 1), (stage, stage + 1)):
+                if 0 <= neighbor < parts and boundary not in self._boundaries:
+                    self._boundaries[boundary] = Boundary(self._between, boundary, neighbor % ranks, self._device)
+        # With random routes the last stages send each micro-batch's targets to the replica where its outputs end.
         ends = ("sent", "received") if self.routing is not None and self.is_last else ()
         self._targets = [Boundary(self._between, parts, 0, self._device, "targets") for _ in ends]
-        self.tied = TiedParameters(comm, whole, of_ranks, local_layers)
-        once = len(list(local_layers.parameters())) == sum(len(stage.parameters) for stage in self._stages.values())
-        self.agreement = Agreement(comm.split(0), self.tied.repeated, announces=once and not self.tied)
+        self.tied = TiedParameters(comm, whole, layers_of_rank, local_layers)
+        unshared = len(list(local_layers.parameters())) == sum(len(stage.parameters) for stage in self._stages.values())
+        self.agreement = Agreement(comm.split(0), self.tied.repeated, announces=unshared and not self.tied)
 
     # --- training -------------------------------------------------------------------------------------------------
     def step(self, x: Any, y: Any, *, scaler: torch.amp.GradScaler | None = None) -> Tensor:
@@ -185,7 +185,7 @@ class Pipeline(PartOfModel):
             self.tied.start_gradients()
             for operation, following in zip_longest(operations, operations[1:]):
                 received = self._incoming(operation)[1](batch.keys[operation.micro_batch])
-                if following is not None:
+                if following is not None:  # receive its input during this operation
                     self._incoming(following)[0](batch.keys[following.micro_batch])
                 self._run(operation, received, batch)
             self._wait()
@@ -201,7 +201,7 @@ class Pipeline(PartOfModel):
         return self.grid.inner if self.routing is None else self.routing.comm
 
     def _start_routes(self, batch: _Batch, *, trains: bool) -> None:
-        """Collective where routes are random. Choose where the micro-batches go, and send the targets there."""
+        """Collective if routes are random. Sample where the micro-batches go, and send the targets there."""
         routing = self.routing
         if routing is None:
             return
@@ -212,17 +212,17 @@ class Pipeline(PartOfModel):
             permutations = routing.sample(steps, (weights, batch.keys), self.n_stages - 1, batch.parts)
         stages = self.grid.stages
         for number, boundary in self._boundaries.items():
-            behind = number in self.stages
+            behind = number in self.stages  # this rank has the stage before the boundary, the peer the one behind
             peer = (number + behind) % stages
-            path = None if permutations is None else permutations[number]
-            boundary.start(routing.ranks(path, batch.parts, peer, behind=behind))
+            route = None if permutations is None else permutations[number]
+            boundary.start(routing.ranks(route, batch.parts, peer, behind=behind))
         if permutations is None:
             return
         batch.keys = [("drawn", key) for key in batch.keys]  # these keys are equal in all replicas
         if self.is_last:
-            whole_path = composed(permutations)
+            whole_route = composed(permutations)
             for end, behind in zip(self._targets, (True, False)):
-                end.start(routing.ranks(whole_path, batch.parts, stages - 1, behind=behind))
+                end.start(routing.ranks(whole_route, batch.parts, stages - 1, behind=behind))
             for part, key in enumerate(batch.keys):
                 self._targets[0].send(key, (batch.part_of(batch.y, part),))
             batch.arrives = self._targets[1].receive
@@ -245,14 +245,14 @@ class Pipeline(PartOfModel):
         return (lambda key: None), (lambda key: None)
 
     def _run(self, operation: Operation, received: Any, batch: _Batch) -> None:
+        # Execute an operation on its input, and send the result; see `_incoming`.
         operation_kind, number, part = operation
         stage = self._stages[number]
-        thirds = _THIRDS[operation_kind] + (operation_kind in "BI" and self._recompute)
-        last = (
-            operation_kind in "BW" and part == batch.parts - 1
-        )  # then the gradients of the stage's weights are complete
+        thirds = _THIRDS[operation_kind] + (operation_kind in "BI" and self._recompute)  # for virtual clocks
+        # After the last micro-batch the gradients of the stage's weights are complete.
+        is_last_part = operation_kind in "BW" and part == batch.parts - 1
         for optimizer in self.optimizers:
-            optimizer.strategy.model.gradients.more_follow = not last or batch.scaled is not None
+            optimizer.strategy.model.gradients.more_follow = not is_last_part or batch.scaled is not None
         self.grid.inner.compute(thirds / 3 / self.n_stages * batch.shares[part])
         if operation_kind == "F":
             values = stage.forward(self._values(stage, received, batch, part, grads=True))
@@ -377,14 +377,14 @@ class _Batch:
         ]
 
     def target(self, part: int) -> Any:
-        """Return the targets of the next micro-batch at the last stage."""
+        """Return the targets of micro-batch `part`, which is the next one at the last stage."""
         if self.arrives is None:
             return self.part_of(self.y, part)
         tensors, layout = self.arrives(self.keys[part])
         return pytree.tree_unflatten(tensors, layout.tree)[0]
 
     def part_of(self, tensors: Any, part: int) -> Any:
-        """Return the samples of a micro-batch in `x` or `y`, on the device."""
+        """Return the samples of micro-batch `part` in `x` or `y`, on the device."""
         piece, device = self._slices[part], self._device
         return pytree.tree_map(lambda leaf: leaf[piece].to(device) if isinstance(leaf, Tensor) else leaf, tensors)
 

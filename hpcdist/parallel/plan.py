@@ -100,7 +100,7 @@ def predict(
         cut: None for the best cut. With one stage on each rank every rank has parameters in it.
         limit_bytes: the largest memory of a rank in the best cut.
         copies: the bytes of parameters, gradients and the optimiser's state for each byte of parameters.
-        transfer_s: returns the seconds of a message of so many bytes.
+        transfer_s: (bytes of a message) -> its seconds.
 
     Raises:
         ConfigError: the schedule refuses the numbers, or no cut keeps the limit.
@@ -121,11 +121,11 @@ def predict(
 
     def seconds(operation: Operation) -> float:
         stage = stages[operation.stage]
-        again_s = stage.forward_s if recompute else 0.0
+        recompute_s = stage.forward_s if recompute else 0.0
         return {
             "F": stage.forward_s,
-            "B": stage.backward_s + again_s,
-            "I": stage.inputs_s + again_s,
+            "B": stage.backward_s + recompute_s,
+            "I": stage.inputs_s + recompute_s,
             "W": stage.backward_s - stage.inputs_s,
         }[operation.kind]
 
@@ -135,9 +135,11 @@ def predict(
 
     timing = schedules.simulate(table, seconds, message_s)
     equal = schedules.simulate(table, EQUAL)
-    kept = [_kept_bytes(operations, stages, recompute) for operations in table]
-    held = [sum(round(s.parameter_bytes * copies) for s in stages if s.rank == rank) for rank in range(ranks)]
-    return Plan(schedule, table, cut, stages, timing, equal.bubble, tuple(a + b for a, b in zip(held, kept)))
+    activation_bytes = [_kept_bytes(operations, stages, recompute) for operations in table]
+    state_bytes = [sum(round(s.parameter_bytes * copies) for s in stages if s.rank == rank) for rank in range(ranks)]
+    return Plan(
+        schedule, table, cut, stages, timing, equal.bubble, tuple(a + b for a, b in zip(state_bytes, activation_bytes))
+    )
 
 
 def compare(costs: Sequence[LayerCost], ranks: int, **settings: Any) -> list[Plan]:
@@ -172,28 +174,28 @@ def _stage(costs: Sequence[LayerCost], cut: Cut, number: int, ranks: int) -> Sta
 
 
 def _kept_bytes(operations: Sequence[Operation], stages: Sequence[StageCost], recompute: bool) -> int:
-    """Compute the peak of a rank's activations, in bytes; with recomputation, of inputs and recomputed ones."""
+    """Return the peak of a rank's activations, in bytes; with recomputation: of inputs and recomputed activations."""
     if not recompute:
         return peak(operations, lambda stage: stages[stage].received_bytes + stages[stage].activation_bytes)
-    again = recomputed_peak(operations, lambda stage: stages[stage].activation_bytes)
-    return peak(operations, lambda stage: stages[stage].received_bytes) + again
+    recomputed = recomputed_peak(operations, lambda stage: stages[stage].activation_bytes)
+    return peak(operations, lambda stage: stages[stage].received_bytes) + recomputed
 
 
 def _memory(
     costs: Sequence[LayerCost], table: Table, chunks: int, copies: float, recompute: bool
 ) -> Callable[[int, range], int]:
-    """Return the bytes of a stage with some layers, by the number of micro-batches that its schedule keeps."""
-    received = [0, *(cost.boundary_bytes for cost in costs)]
+    """Return a function (stage, layers) -> bytes, which counts the micro-batches that the schedule keeps in a stage."""
+    received = [0, *(cost.boundary_bytes for cost in costs)]  # by the stage's first layer; the others are prefix sums
     parameters = [0, *accumulate(cost.parameter_bytes * copies for cost in costs)]
     activations = [0, *accumulate(cost.activation_bytes for cost in costs)]
     ranks = len(table)
     of_stages = [[op for op in table[stage % ranks] if op.stage == stage] for stage in range(ranks * chunks)]
-    live = [peak(operations) for operations in of_stages]
-    whole = [recomputed_peak(operations) for operations in of_stages] if recompute else live
+    kept_inputs = [peak(operations) for operations in of_stages]
+    kept_activations = [recomputed_peak(operations) for operations in of_stages] if recompute else kept_inputs
 
     def of_stage(stage: int, layers: range) -> int:
         first, end = layers.start, layers.stop
-        kept = live[stage] * received[first] + whole[stage] * (activations[end] - activations[first])
+        kept = kept_inputs[stage] * received[first] + kept_activations[stage] * (activations[end] - activations[first])
         return round(parameters[end] - parameters[first]) + kept
 
     return of_stage

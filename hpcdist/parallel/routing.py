@@ -58,19 +58,18 @@ class Routing:
         self._batch = (-1, -1)  # steps before the latest batch, and batches since the last step
 
     def sample(self, steps: int, facts: object, boundaries: int, parts: int) -> list[np.ndarray] | None:
-        """Collective. Draw the permutations of a batch; None where replicas differ in `facts`.
+        """Collective. Sample the permutations of a batch; None: replicas differ in `facts`, so routes are straight.
 
         Args:
-            steps: taken before this batch.
-            facts: of this replica's batch.
-            boundaries: their number.
-            parts: micro-batches.
+            steps: number of steps before this batch.
+            facts: what must be equal in all replicas' batches: sizes and weights.
+            boundaries, parts: numbers of boundaries, and of micro-batches.
 
         Returns:
-            For each boundary, of shape (parts, replicas): the replica behind it that each one's outputs go to.
+            For each boundary an array of shape (parts, replicas): the replica to which each replica's outputs go.
         """
-        before, count = self._batch
-        self._batch = (steps, count + 1 if steps == before else 0)
+        last_steps, batches_since = self._batch
+        self._batch = (steps, batches_since + 1 if steps == last_steps else 0)
         digests = torch.zeros(self._grid.replicas, dtype=torch.int64)
         digests[self._grid.replica] = zlib.crc32(repr(facts).encode())
         self._column.allreduce(digests)
@@ -86,7 +85,7 @@ class Routing:
         Args:
             permutations: of shape (parts, replicas); None: the straight route.
             stage: of that rank in the grid.
-            behind: that rank lies behind this one.
+            behind: that rank receives outputs from this one; False: it sends them.
         """
         replica = self._grid.replica
         if permutations is None:
@@ -105,7 +104,7 @@ class Routing:
 
 
 def composed(permutations: Sequence[np.ndarray]) -> np.ndarray:
-    """Compose the permutations of all boundaries: from each replica's first stage to where its outputs end."""
+    """Compose the permutations of all boundaries: from the replica of the first stage to that of the last stage."""
     whole = permutations[0]
     for following in permutations[1:]:
         whole = np.take_along_axis(following, whole, axis=1)

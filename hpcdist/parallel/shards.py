@@ -99,9 +99,9 @@ class Shards(PartOfModel):
         return self._models[0](*args, **kwargs)
 
     def _home(self, path: str) -> nn.Module:
-        """Return the module here that stands for the model's module at `path`.
+        """Return the submodule for the parts of the model's module at `path`; create it if it is missing.
 
-        Names begin with the rank's place, so that a checkpoint can't confuse the parts of ranks.
+        Names begin with the rank's position, so that a checkpoint can't confuse the parts of ranks.
         """
         home: nn.Module = self
         for name in [f"shard{self.grid.stage}of{self.grid.stages}", *(path.split(".") if path else ())]:
@@ -155,7 +155,7 @@ class Shards(PartOfModel):
                     tensor.copy_(values.view_as(tensor))
 
     def _holders(self, part: _OwnShard) -> list[Any]:
-        """List the groups of ranks that hold the same part: one for each dimension of the mesh along which all do."""
+        """Return process groups of ranks that hold the same part: one per mesh dimension that replicates it."""
         if self._ddp is not None:
             return [self._ddp.process_group] if self.grid.stages > 1 else []
         if not isinstance(part.tensor, DTensor):
@@ -165,6 +165,7 @@ class Shards(PartOfModel):
 
     # --- gradients ------------------------------------------------------------------------------------------------
     def _hook(self, part: _OwnShard) -> Any:
+        # Return the hook that collects a parameter's gradients until the end of the backward pass.
         def arrive(tensor: Tensor) -> None:
             if self._ddp is not None and not self._ddp.require_backward_grad_sync:  # in no_sync: they add up
                 return
@@ -181,7 +182,7 @@ class Shards(PartOfModel):
         return arrive
 
     def _deliver(self) -> None:
-        """Give the gradients to the parts by a backward pass of their own, with its hooks."""
+        """Run a backward pass that sets the parts' gradients, so that their hooks run, too."""
         arrived, self._arrived = self._arrived, {}
         if self._ddp is not None:  # also what other ranks alone have used; copies, as DDP's buckets are used again
             used = (part for part in self._parts.values() if part.tensor.grad is not None)
@@ -195,7 +196,7 @@ class _OwnShard:
 
     def __init__(self, owner: nn.Module, key: str, tensor: nn.Parameter, by_fsdp: bool):
         self._owner, self._key, self.tensor = owner, key, tensor
-        local = self._local
+        local = self._local  # `by_fsdp`: its storage may be longer, with padding that the part includes
         elements = local.untyped_storage().nbytes() // local.element_size()
         self._rows = len(local) if by_fsdp and local.numel() != elements else None  # the rest is padding
         if self._rows is not None:
@@ -259,7 +260,7 @@ class _OwnShard:
 
 
 def _is_known(placement: Placement, later: Sequence[Placement], sizes: Sequence[int]) -> bool:
-    """Tell whether parts lie one behind the other, with the mesh's dimensions in the order of the cuts."""
+    """Return whether a mesh dimension cuts as `torch.chunk` does, given the dimensions behind it and their sizes."""
     if type(placement) in (Shard, Replicate):
         return True
     dim, factor = getattr(placement, "dim", None), getattr(placement, "split_factor", None)
@@ -267,7 +268,7 @@ def _is_known(placement: Placement, later: Sequence[Placement], sizes: Sequence[
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, nn.Parameter]]]:
-    """Yield the name, the module and the attribute of each parameter, each once."""
+    """Yield for each parameter, once, its name and (module, attribute, parameter)."""
     for name, parameter in model.named_parameters():
         path, _, key = name.rpartition(".")
         yield name, (model.get_submodule(path), key, parameter)

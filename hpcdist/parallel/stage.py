@@ -58,7 +58,7 @@ class Stage:
 
     # --- forward --------------------------------------------------------------------------------------------------
     def enter(self, micro_batch: int, tensors: list[Tensor | None], tree: pytree.TreeSpec, grads: list[bool]) -> Values:
-        """Make values for `forward` from received tensors; those with `grads` get a gradient."""
+        """Return received tensors as values for `forward`, of structure `tree`; those with `grads` get a gradient."""
         self._inputs_of[micro_batch] = [
             t.requires_grad_() for t, grad in zip(tensors, grads, strict=True) if grad and t is not None
         ]
@@ -140,9 +140,8 @@ class Stage:
         from torch.distributed.pipelining import _backward as torchs  # not at import: it takes a second
 
         outputs, gradients = self._take_outputs(micro_batch, gradients)
-        outputs = [
-            _Alias.apply(tensor) for tensor in outputs
-        ]  # which torch's function detaches; the graph may need them
+        # Aliases, because torch's function detaches its outputs, and the graph may need them.
+        outputs = [_Alias.apply(tensor) for tensor in outputs]
         _, groups = torchs.stage_backward_input(outputs, gradients, entered, iter(self.parameters))
         self._later[micro_batch] = partial(torchs.stage_backward_weight, iter(self.parameters), groups)
         return self._gradients(micro_batch)
@@ -160,12 +159,8 @@ class Stage:
         recomputation, outputs = self._recomputations.pop(micro_batch), self._outputs.pop(micro_batch)
         if recomputation is not None:
             recomputation.compute()
-        with_grad = [
-            index for index, tensor in enumerate(outputs) if tensor.requires_grad
-        ]  # not those of frozen layers
-        return [outputs[index] for index in with_grad], None if gradients is None else [
-            gradients[index] for index in with_grad
-        ]
+        kept = [index for index, tensor in enumerate(outputs) if tensor.requires_grad]  # not of frozen layers
+        return [outputs[index] for index in kept], None if gradients is None else [gradients[index] for index in kept]
 
     def _gradients(self, micro_batch: int) -> list[Tensor]:
         entered = self._inputs_of.pop(micro_batch, [])
@@ -249,9 +244,9 @@ class Recomputation:
 
         def keep(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
-            index = self._holders[len(recomputed)]()
-            if index is not None:
-                self._tensors[index] = tensor
+            holder = self._holders[len(recomputed)]()
+            if holder is not None:
+                self._tensors[holder] = tensor
             recomputed.append(tensor)
             if len(recomputed) == len(self._holders):
                 raise _AllComputed
@@ -272,7 +267,8 @@ class Recomputation:
             )
 
     def _drop(self, tensor: Tensor) -> _Holder:
-        index = _Holder()
-        self._holders.append(ref(index))
+        # Hook of the first pass: give autograd a holder instead of the tensor that it would keep.
+        holder = _Holder()
+        self._holders.append(ref(holder))
         self._kinds.append((tensor.dtype, tensor.shape))
-        return index
+        return holder

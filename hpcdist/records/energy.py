@@ -36,7 +36,7 @@ class EnergyMeter:
     """Measures the joules of this rank's share of the hardware, from its construction on.
 
     Args:
-        counters: makers of counters by source, without sources that another rank measures.
+        counters: by source, a function that opens its counters; without sources that another rank measures.
 
     Attributes:
         missing: the reason why a source is not measured; a source is missing from its first failure on.
@@ -45,9 +45,9 @@ class EnergyMeter:
     def __init__(self, counters: Mapping[str, Callable[[], Sequence[Joules]]]):
         self.missing: dict[str, str] = {}
         self._counters: dict[str, Sequence[Joules]] = {}
-        for source, make in counters.items():
+        for source, open_counters in counters.items():
             try:
-                self._counters[source] = make()
+                self._counters[source] = open_counters()
             except OSError as error:
                 self.missing[source] = str(error)
         self._start = self.read()
@@ -61,14 +61,14 @@ class EnergyMeter:
         return {source: now - self._start[source] for source, now in self.read().items()}
 
     def read(self) -> dict[str, float]:
-        """Read the counters, by source."""
-        shown = {}
+        """Return the counters' joules by source, without sources that have failed."""
+        joules_of = {}
         for source, counters in self._counters.items():
             try:
-                shown[source] = sum(counter() for counter in counters)
+                joules_of[source] = sum(counter() for counter in counters)
             except OSError as error:
                 self.missing.setdefault(source, str(error))
-        return {source: joules for source, joules in shown.items() if source not in self.missing}
+        return {source: joules for source, joules in joules_of.items() if source not in self.missing}
 
     def _look(self) -> None:
         """Read the counters now and then, so that none wraps around unnoticed."""
@@ -96,7 +96,7 @@ def add_up(parts: Iterable[tuple[Mapping[str, float], Mapping[str, str]]]) -> Su
 
 
 def energy_of(joules: Mapping[str, float], missing: Mapping[str, str]) -> Energy:
-    """Make the energy of a run. A source that is missing on any rank is left out, as its sum would be incomplete."""
+    """Return the energy of a run. A source that is missing on any rank is dropped, as its sum would be incomplete."""
     sources = {source: value for source, value in joules.items() if source not in missing}
     reasons = "; ".join(f"{source}: {reason}" for source, reason in sorted(missing.items()))
     return Energy(joules=sum(sources.values()) if sources else None, sources=sources, not_measured=reasons or None)
@@ -115,7 +115,7 @@ class Package:
         """Return the joules since the construction."""
         with self._lock:
             now = _number(self._file)
-            self._total += (now - self._last) % self._range
+            self._total += (now - self._last) % self._range  # right even if the counter has wrapped around once
             self._last = now
             return 1e-6 * self._total
 
@@ -142,11 +142,7 @@ def _number(path: Path) -> int:
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 class NvidiaGpu:
-    """A GPU of NVIDIA's, by its UUID.
-
-    Raises:
-        OSError: there is no driver.
-    """
+    """A GPU of NVIDIA's, by its UUID; raises OSError if there is no driver."""
 
     def __init__(self, uuid: str):
         try:
@@ -161,11 +157,11 @@ class NvidiaGpu:
         self.uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
     def ask(self, question: str) -> Any:
-        """Return what a function of NVML says of this GPU; raise NVMLError if there is none, or it does not tell."""
+        """Return the result of NVML's function `question` for this GPU; raise NVMLError if there is no such value."""
         return getattr(self.nvml, question)(self.nvml.nvmlDeviceGetHandleByUUID(self.uuid))
 
     def used(self) -> tuple[float | None, int | None]:
-        """Return the share of the last moment in which it was busy, and its bytes in use; None for what it hides."""
+        """Return the utilisation (0 to 1) and the bytes of memory in use; None for a value that NVML does not have."""
         values: list[Any] = []
         for question, field, unit in (("UtilizationRates", "gpu", 0.01), ("MemoryInfo", "used", 1)):
             try:
@@ -176,11 +172,7 @@ class NvidiaGpu:
 
 
 class GpuCounter:
-    """The counter of one GPU since its driver was loaded.
-
-    Raises:
-        OSError: there is no driver, no GPU of this UUID, or it has no counter, such as a part of a GPU (MIG).
-    """
+    """The joules of a GPU since its driver was loaded; raises OSError if there is no counter, as for parts (MIG)."""
 
     def __init__(self, uuid: str):
         self._gpu = NvidiaGpu(uuid)

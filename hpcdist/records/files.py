@@ -30,7 +30,7 @@ WRITTEN = next(iter(CHECKSUMS))
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError within the context into OutputError for `path`."""
+    """Convert an OSError within the context into OutputError for `path`."""
     try:
         yield
     except OutputError:
@@ -84,7 +84,7 @@ def write_durably(path: Path, chunks: Iterable[bytes | np.ndarray]) -> Stamp:
 
 
 def stamp(file: BinaryIO, checksum: str = WRITTEN) -> Stamp:
-    """Compute the length and a checksum, by its name, of what is left of an open file."""
+    """Return the length and the checksum, of the kind that `checksum` names, of the rest of an open file."""
     digest, total, chunk = CHECKSUMS[checksum](), 0, memoryview(bytearray(CHUNK_BYTES))
     while count := file.readinto(chunk):  # type: ignore[attr-defined]
         digest.update(chunk[:count])
@@ -135,7 +135,7 @@ _KINDS = {
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file for reading, at once, also where it is none that can be read.
+    """Open a regular file for reading. Never blocks, as opening a pipe would.
 
     Raises:
         OSError: the system refuses, or the file is a folder, a pipe, a socket or a device; `strerror` says which.
@@ -151,11 +151,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_bounded(path: str | Path, limit: int = MOST_BYTES) -> bytes:
-    """Read a regular file of at most `limit` bytes.
-
-    Raises:
-        OSError: as for `open_regular`; or the file is larger.
-    """
+    """Read a regular file of at most `limit` bytes; raise OSError if it is larger, or as `open_regular` does."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size <= limit and len(content := file.read(limit + 1)) <= limit:
             return content
@@ -163,11 +159,7 @@ def read_bounded(path: str | Path, limit: int = MOST_BYTES) -> bytes:
 
 
 def parse_json(text: bytes | str, where: str | Path, error: type[HpcdistError]) -> Any:
-    """Parse JSON.
-
-    Raises:
-        HpcdistError: of the kind `error`: it is none, or nested too deep.
-    """
+    """Parse JSON; raise `error`, a subclass of HpcdistError, about `where` if it is none, or nested too deep."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as reason:
@@ -175,7 +167,7 @@ def parse_json(text: bytes | str, where: str | Path, error: type[HpcdistError]) 
 
 
 def faults_of(error: ValidationError) -> str:
-    """Say in a line where a value breaks a model's rules, and how; no more than the first three."""
+    """Describe in a line the first three faults of a value that breaks a model's rules."""
     return "; ".join(
         f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']}, got {fault['input']!r:.60}"
         for fault in error.errors(include_url=False)[:3]
@@ -183,10 +175,10 @@ def faults_of(error: ValidationError) -> str:
 
 
 def checked(value: Any, model: Any, where: str | Path, rule: str, remedy: str = "") -> Any:
-    """Check a value by `model`, a model of pydantic's or a type, and return it as one.
+    """Return a value as an instance of `model`, a pydantic model or a type.
 
     Raises:
-        DataError: it breaks a rule of the model: `where` must `rule`; got the reason. `remedy`.
+        DataError: it breaks a rule of the model. The message: `where` must `rule`; got the faults. `remedy`
     """
     try:
         return TypeAdapter(model).validate_python(value)
@@ -195,11 +187,7 @@ def checked(value: Any, model: Any, where: str | Path, rule: str, remedy: str = 
 
 
 def read_checked(path: Path, model: Any, rule: str, remedy: str) -> Any:
-    """Read a file of JSON that others may have made, and check it as `checked` does; None where there is no such file.
-
-    Raises:
-        DataError: it can't be read, or breaks a rule of the model.
-    """
+    """Read a JSON file and return it as `checked` does; None if there is no file; raise DataError if it is damaged."""
     try:
         content = parse_json(read_bounded(path), path, DataError)
     except (FileNotFoundError, NotADirectoryError):
@@ -212,13 +200,13 @@ def read_checked(path: Path, model: Any, rule: str, remedy: str) -> Any:
 
 
 def read_lines(path: Path, adapter: TypeAdapter[T], rule: str, remedy: str, *, whole: bool = False) -> list[T]:
-    """Read a file whose lines are each JSON of a kind, which others may have made; no lines where there is no file.
+    """Return the lines of a file, each parsed as JSON by `adapter`; [] if there is no file.
 
     Args:
-        whole: leave out a last line without its end.
+        whole: skip a last line without a line end.
 
     Raises:
-        DataError: the file can't be read, or a line is not of that kind: it must be `rule`; the reason; `remedy`.
+        DataError: the file can't be read, or the adapter refuses a line, which must be `rule`.
     """
     try:
         text, items = read_bounded(path), []
@@ -237,6 +225,6 @@ def read_lines(path: Path, adapter: TypeAdapter[T], rule: str, remedy: str, *, w
 def damaged_line(
     path: Path, number: int, line: bytes, rule: str, fault: ValidationError | str, remedy: str
 ) -> DataError:
-    """Make the error of a line that is not what it must be."""
+    """Return the error about a line that is not what `rule` says; `fault` is the reason."""
     reason = fault if isinstance(fault, str) else faults_of(fault)
     return DataError(f"{path}:{number} must be {rule}; got {line[:60]!r} ({reason}). {remedy}")

@@ -61,7 +61,7 @@ def locked(folder: Path, wait_s: float = 0.0, setting: str = "--output") -> Iter
 
 @contextmanager
 def making(folder: Path, setting: str = "--output") -> Iterator[None]:
-    """Turn an OSError within the context into ConfigError for the folder that a setting names."""
+    """Convert an OSError within the context into ConfigError for the folder that a setting names."""
     try:
         yield
     except OSError as error:
@@ -82,11 +82,11 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def is_abandoned(folder: Path, quiet_s: float) -> bool:
-    """Tell whether a process has worked in the folder and none does now. Reads only.
+    """Return whether a process has worked in the folder and none does now. Reads only.
 
     A holder that ends removes its name from the file. A holder that was killed does not, nor does a dead rank whose run
-    goes on without it. Then the run's files must not have changed for a while; longer if the holder was on another
-    host, whose lock may be invisible here.
+    continues. Then the run's files must not have changed for a while; longer if the holder was on another host, whose
+    lock may be invisible here.
 
     Args:
         quiet_s: seconds since the last write to the folder.
@@ -108,7 +108,8 @@ def is_abandoned(folder: Path, quiet_s: float) -> bool:
 
 
 def _acquired(file: int, wait_s: float) -> bool:
-    end = time.monotonic() + wait_s
+    # Try to lock the file for `wait_s`; without locks in the file system, return whether no live holder is known.
+    deadline_s = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +119,7 @@ def _acquired(file: int, wait_s: float) -> bool:
                 return not _holder_lives(_read(file))
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
-        if time.monotonic() > end:
+        if time.monotonic() > deadline_s:
             return False
         time.sleep(RETRY_S)
 

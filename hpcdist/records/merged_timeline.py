@@ -40,11 +40,11 @@ class RankTimeline(BaseModel):
 def merge_timelines(path: Path, ranks: Sequence[RankTimeline], **about: Any) -> None:
     """Write the timeline of all ranks from the ranks' files, and remove these.
 
-    Events of one thread are in the order of their begins. A collective call names the rank that came last, for which
-    the others waited; arrows lead from sends to the ends of their receives. Holds one rank's events at a time.
+    Events of one thread are sorted by start time. A collective call names the rank that started it last, for which the
+    others waited; arrows lead from sends to the ends of their receives. Holds one rank's events at a time.
 
     Args:
-        about: what the file says of itself.
+        about: metadata for the file.
     """
     zero_s = min(rank.common_s(rank.clock[0][0]) for rank in ranks)
     links = _Links()
@@ -70,13 +70,12 @@ def merge_timelines(path: Path, ranks: Sequence[RankTimeline], **about: Any) -> 
 
 
 def _merged(path: Path, rank: RankTimeline, zero_s: float, links: _Links) -> Iterator[Event]:
-    """Yield a rank's events, of each thread those that begin first first, and of these the longest."""
+    """Yield a rank's events by thread, sorted by start time (ties: the longest first), with the arrows of messages."""
     yield {"name": "process_sort_index", "ph": "M", "pid": rank.rank, "args": {"sort_index": rank.rank}}
     events = list(_events(path, rank, zero_s))
-    positions = {
-        id(event): position for position, event in enumerate(events)
-    }  # what is within another one ended before it
-    events.sort(key=lambda e: (e["ph"] != "M", e["tid"], e.get("ts", 0), -e.get("dur", 0), -positions[id(e)]))
+    # The file has events in the order of their ends: of equal events the later one is around the earlier one.
+    end_order = {id(event): position for position, event in enumerate(events)}
+    events.sort(key=lambda e: (e["ph"] != "M", e["tid"], e.get("ts", 0), -e.get("dur", 0), -end_order[id(e)]))
     for event in events:
         if event["name"] == "process_name":
             event["args"]["name"] = rank.name
@@ -86,7 +85,7 @@ def _merged(path: Path, rank: RankTimeline, zero_s: float, links: _Links) -> Ite
 
 
 def _events(path: Path, rank: RankTimeline, zero_s: float) -> Iterator[Event]:
-    """Read a rank's events, with the moments of the common clock."""
+    """Yield the events in a rank's file, with times of the first rank's clock, less `zero_s`."""
     file = rank_path(path, rank.rank)
     text = file.read_text(errors="replace") if file.is_file() else ""  # of a rank that died there may be none
     for line in text.splitlines():
@@ -113,6 +112,7 @@ class _Links:
         self._numbers: dict[str, int] = {}
 
     def note(self, event: Event) -> None:
+        # First pass over all events: record when the last rank started each call, and the times of each message.
         args = event.get("args", {})
         if call := args.get("call"):
             self._last[call] = max(self._last.get(call, (float("-inf"), -1)), (event["ts"], event["pid"]))
@@ -122,7 +122,7 @@ class _Links:
             self._ends[received] = event["ts"] + event["dur"]
 
     def complete(self, event: Event) -> list[Event]:
-        """Add to an event who came last; return the arrows that begin or end in it."""
+        """Add to a call's event which rank started it last; return the arrows of messages that start or end here."""
         args = event.get("args", {})
         if call := args.get("call"):
             at_us, last = self._last[call]

@@ -19,7 +19,7 @@ from hpcdist.records.files import Count, append, open_regular, writing
 
 EVERY_S = 2.0  # seconds between samples
 MOST_BYTES = 1 << 23  # that are read at a time
-SPARING = 1000  # after so many samples the next ones come half as often: some 7,000 of them are a week
+SPARING = 1000  # after each 1000 samples the interval doubles: a week has some 7,000 samples
 _FILE_NAME = re.compile(r"resources-rank(\d{4,})\.jsonl")
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def resources_path(folder: str | Path, rank: int) -> Path:
 class Sampler:
     """Appends a sample of this process to a file every few seconds, on a thread of its own, and one at the end.
 
-    Training goes on without samples if the file can't be written.
+    Training continues without samples if the file can't be written.
 
     Args:
         path: see `resources_path`.
@@ -87,9 +87,10 @@ class Sampler:
         return (time.monotonic(), used.user + used.system, *network_bytes(self._root))
 
     def _sample(self) -> Usage:
+        # Return what was used since the last sample: the counters' differences per second.
         before, self._before = self._before, self._count()
-        since_s, *used = (now - then for now, then in zip(self._before, before))
-        cores, received, sent = (round(one / max(since_s, 1e-3), 3) for one in used)
+        elapsed_s, *amounts = (now - then for now, then in zip(self._before, before))
+        cores, received, sent = (round(amount / max(elapsed_s, 1e-3), 3) for amount in amounts)
         memory = self._process.memory_info().rss
         return Usage(round(time.time(), 2), cores, memory, received, sent, *self._gpu())
 
@@ -99,17 +100,14 @@ class Sampler:
 
 
 def network_bytes(root: Path = SYSFS) -> tuple[int, int]:
-    """Return the bytes that this host has received and sent, over hardware where it has some, and over InfiniBand.
+    """Return the bytes that this host has received and sent, over network hardware (if it has any) and InfiniBand.
 
-    MPI uses InfiniBand past the kernel, whose counters of interfaces see none of it.
+    MPI's traffic over InfiniBand bypasses the kernel, whose counters of interfaces do not include it.
     """
     interfaces = {name: counts for name, counts in psutil.net_io_counters(pernic=True).items() if name != "lo"}
     hardware = [name for name in interfaces if (root / "class" / "net" / name / "device").exists()]
     counted = [interfaces[name] for name in hardware or interfaces]  # else a bond would count once more
-    received, sent = (
-        sum(interface.bytes_recv for interface in counted),
-        sum(interface.bytes_sent for interface in counted),
-    )
+    received, sent = (sum(each.bytes_recv for each in counted), sum(each.bytes_sent for each in counted))
     for counters in root.glob("class/infiniband/*/ports/*/counters"):
         with suppress(OSError, ValueError):  # a port that does not count
             received += 4 * int((counters / "port_rcv_data").read_text())  # in words of four bytes
@@ -118,11 +116,7 @@ def network_bytes(root: Path = SYSFS) -> tuple[int, int]:
 
 
 class Resources:
-    """The samples of a run's ranks, read while they are written.
-
-    Attributes:
-        samples: of each rank, the oldest first.
-    """
+    """The samples of a run's ranks (`samples`, by rank, the oldest first), read while they are written."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -130,7 +124,7 @@ class Resources:
         self.samples: dict[int, list[Usage]] = {}
 
     def read(self) -> None:
-        """Read the samples that are new. A line that is none, as a killed writer leaves it, is left out."""
+        """Read the samples that are new. Lines that are no samples, as a killed writer leaves them, are skipped."""
         for path in sorted(self._folder.glob("resources-rank*.jsonl")):
             if match := _FILE_NAME.fullmatch(path.name):
                 with suppress(OSError):  # it is none that can be read; a run shows without it

@@ -119,16 +119,16 @@ class RunRecord(Start):
 
     @property
     def changes(self) -> dict[int, dict[str, list[Any]]]:
-        """Return the settings that have changed in the course of the run, by the step after which they did.
+        """Return the settings that changed during the run, by the step after which they changed.
 
-        A start that went on from an earlier step than others before it has taken their steps again.
+        A start that resumed from an earlier step than starts before it repeats their steps: their changes don't count.
         """
-        found: dict[int, dict[str, list[Any]]] = {}
+        changes_at: dict[int, dict[str, list[Any]]] = {}
         for start in self.resumed:
-            found = {step: changed for step, changed in found.items() if step < start.step}
+            changes_at = {step: changed for step, changed in changes_at.items() if step < start.step}
             if start.changed:
-                found[start.step] = start.changed
-        return found
+                changes_at[start.step] = start.changed
+        return changes_at
 
 
 def now() -> str:
@@ -189,7 +189,7 @@ def end_run(folder: Path, outcome: Outcome = "ended", reason: str | None = None)
 
 
 def note_step(folder: Path, step: int) -> None:
-    """Record the step after which the newest start goes on, where that is known only once it does."""
+    """Record the step from which the newest start resumed, if that was not known when it was recorded."""
     run = load_run(folder)
     if run is not None:
         run.last.step = step
@@ -197,19 +197,15 @@ def note_step(folder: Path, step: int) -> None:
 
 
 def load_run(folder: str | Path) -> RunRecord | None:
-    """Read `run.json`; None where there is none, as in folders of older versions.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Read `run.json`; None if there is none, as in folders of older versions; raise DataError if it is damaged."""
     return read_checked(Path(folder) / FILE_NAME, RunRecord, "be what a run was started with", "Move it away to go on.")
 
 
 def copy_job(folder: Path, path: Path, neighbours: Iterable[Path]) -> JobFile:
-    """Copy a job's file and its neighbours to `job` in the run's folder; to `job-2`... where they have changed."""
+    """Copy a job's file and its neighbours to `job` in the run's folder; to `job-2`... if earlier copies differ."""
     home = path.resolve().parent
     files = {str(file.resolve().relative_to(home)): file.read_bytes() for file in (path, *neighbours)}
-    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     targets = (folder / ("job" if number == 1 else f"job-{number}") for number in count(1))
     target = next(one for one in targets if not one.exists() or all(_has(one / name, files[name]) for name in files))
     for name, content in files.items():
@@ -217,8 +213,8 @@ def copy_job(folder: Path, path: Path, neighbours: Iterable[Path]) -> JobFile:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
         if not _has(target / name, content):
             replace_durably(target / name, content)
-    copies = {f"{target.name}/{name}": digest for name, digest in sums.items()}
-    return JobFile(path=str(path), sha256=sums[path.resolve().name], copies=copies)
+    copies = {f"{target.name}/{name}": digest for name, digest in checksums.items()}
+    return JobFile(path=str(path), sha256=checksums[path.resolve().name], copies=copies)
 
 
 def _has(path: Path, content: bytes) -> bool:

@@ -113,10 +113,9 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
 
 
 def drop_partial_line(path: Path) -> None:
-    """Cut off what follows the last line end of a file, as a killed writer leaves it; nothing where there is none.
+    """Cut off what follows the last line end of a file, if there is one, as a killed writer leaves it.
 
-    Raises:
-        DataError: the last line is longer than any that is written.
+    Raises DataError if the last line is longer than any that is written.
     """
     with suppress(FileNotFoundError), open_regular(path) as file:
         end = file.seek(0, os.SEEK_END)
@@ -159,7 +158,7 @@ class RecordTail:
         items: list[StepRecord | int] = []
         try:
             with open_regular(self._path) as file:
-                if os.fstat(file.fileno()).st_size < self._offset:  # another file of that name
+                if os.fstat(file.fileno()).st_size < self._offset:  # another file of that name: start again
                     self._offset = self.lines = 0
                     items.append(0)
                 file.seek(self._offset)
@@ -181,7 +180,7 @@ class RecordTail:
                 if self._strict:
                     remedy = "The file is damaged: delete this line to read the others."
                     raise damaged_line(self._path, self.lines + 1, line, "a step record", error, remedy) from None
-                if self._doubtful != self._offset:
+                if self._doubtful != self._offset:  # the first time: leave the line for the next call
                     self._doubtful = self._offset
                     break
             self._offset += len(line)
@@ -190,7 +189,7 @@ class RecordTail:
 
     @property
     def is_cut(self) -> bool:
-        """Tell whether there is more than has been read: the last line is not whole yet."""
+        """Whether the file has more bytes than were read: its last line is not complete yet."""
         return self._path.stat().st_size > self._offset
 
 
@@ -266,15 +265,14 @@ def keep_evaluations(folder: Path, step: int) -> None:
 
 
 def read_evaluations(folder: str | Path) -> list[Evaluation]:
-    """Read all evaluations of a run, the oldest first; none without a file. A last line that is cut short is left out.
+    """Read all evaluations of a run, the oldest first; [] without a file; raise DataError for a damaged line.
 
-    Raises:
-        DataError: a line is no evaluation.
+    A last line that is cut short is skipped.
     """
     path, remedy = Path(folder) / FILE_NAME, "Delete this line to go on."
     evaluations = read_lines(path, _EVALUATION, "an evaluation", remedy, whole=True)
-    for number, (before, one) in enumerate(pairwise(evaluations), start=2):
-        if one.step < before.step:
+    for number, (previous, evaluation) in enumerate(pairwise(evaluations), start=2):
+        if evaluation.step < previous.step:
             reason = "its step is before that of the line above"
-            raise damaged_line(path, number, _EVALUATION.dump_json(one), "an evaluation", reason, remedy)
+            raise damaged_line(path, number, _EVALUATION.dump_json(evaluation), "an evaluation", reason, remedy)
     return evaluations

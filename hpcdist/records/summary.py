@@ -98,7 +98,7 @@ def summarise(
 ) -> Summary:
     """Summarise a run's records, together with values that the records don't have.
 
-    A worker is a rank that computed gradients (its records count samples), or so many ranks as a model has stages;
+    A worker is a rank that computed gradients (its records count samples), or with stages a group of `stages` ranks;
     traffic is that of all ranks, servers included, divided by the workers' steps; seconds are those of an average rank
     of a worker.
 
@@ -111,29 +111,29 @@ def summarise(
     Raises:
         DataError: a field is missing or breaks its rule.
     """
-    everything = [record for of_rank in records.values() for record in of_rank]
-    work = [record for record in everything if record.samples]
-    worked = {rank // stages for rank, of_rank in records.items() if any(record.samples for record in of_rank)}
-    theirs = {rank: of_rank for rank, of_rank in records.items() if rank // stages in worked}
-    # A step of a worker that has no samples left counts where it sends as much as others.
-    taken = [r for of_rank in theirs.values() for r in of_rank if r.samples or r.bytes_sent or r.bytes_fetched]
-    steps = max(1.0, len(taken) / stages)
+    all_records = [record for of_rank in records.values() for record in of_rank]
+    with_samples = [record for record in all_records if record.samples]
+    workers_seen = {rank // stages for rank, of_rank in records.items() if any(record.samples for record in of_rank)}
+    of_workers = {rank: of_rank for rank, of_rank in records.items() if rank // stages in workers_seen}
+    # A step of a worker without samples counts if the worker exchanged data, as others did.
+    counted = [r for of_rank in of_workers.values() for r in of_rank if r.samples or r.bytes_sent or r.bytes_fetched]
+    steps = max(1.0, len(counted) / stages)
 
     def per_rank(name: str) -> float:
-        return sum(getattr(r, name) for of_rank in theirs.values() for r in of_rank) / max(1, len(theirs))
+        return sum(getattr(r, name) for of_rank in of_workers.values() for r in of_rank) / max(1, len(of_workers))
 
     measured = {
         "stages": stages,
-        "workers": len(worked) or workers,
-        "samples": sum(record.samples for record in work),
-        "staleness": _staleness(everything),
-        "dropped": sum(record.dropped for record in everything),
-        "skipped": sum(map(is_skipped, work)),
-        "waited_for_s": {rank: held for rank, of_rank in records.items() if (held := _waited_for(of_rank))},
-        "bytes_per_step": sum(r.bytes_sent + r.bytes_fetched for r in everything) / steps,
-        "messages_per_step": sum(r.messages_sent + r.messages_fetched for r in everything) / steps,
+        "workers": len(workers_seen) or workers,
+        "samples": sum(record.samples for record in with_samples),
+        "staleness": _staleness(all_records),
+        "dropped": sum(record.dropped for record in all_records),
+        "skipped": sum(map(is_skipped, with_samples)),
+        "waited_for_s": {rank: seconds_of for rank, of_rank in records.items() if (seconds_of := _waited_for(of_rank))},
+        "bytes_per_step": sum(r.bytes_sent + r.bytes_fetched for r in all_records) / steps,
+        "messages_per_step": sum(r.messages_sent + r.messages_fetched for r in all_records) / steps,
         "seconds": {part: per_rank(f"{part}_s") for part in Seconds.model_fields},
-        "bubbles": _bubbles(theirs, stages) if stages > 1 else [],
+        "bubbles": _bubbles(of_workers, stages) if stages > 1 else [],
     }
     return checked(measured | given, Summary, "summary", RULE)
 
@@ -152,7 +152,7 @@ def _staleness(records: Iterable[StepRecord]) -> dict[str, Any]:
 
 
 def _bubbles(records: Mapping[int, Sequence[StepRecord]], stages: int) -> list[float]:
-    """Return for each stage the part of the seconds that its ranks have waited for other stages."""
+    """Return for each stage the fraction of its ranks' seconds in which they waited for other stages."""
     shares = []
     for stage in range(stages):
         local = [record for rank, of_rank in records.items() if rank % stages == stage for record in of_rank]
@@ -162,23 +162,20 @@ def _bubbles(records: Mapping[int, Sequence[StepRecord]], stages: int) -> list[f
 
 
 def is_skipped(record: StepRecord) -> bool:
-    """Tell whether the step was left out for a NaN or infinite gradient."""
+    """Return whether the step was skipped because of a NaN or infinite gradient."""
     return (record.event or "").startswith("skipped")
 
 
 def _waited_for(records: Iterable[StepRecord]) -> dict[int, float]:
-    held: Counter[int] = Counter()
+    # Sum up the seconds that a server waited, by the rank it waited for.
+    seconds_of: Counter[int] = Counter()
     for record in records:
-        held.update(record.waited_for)
-    return dict(held)
+        seconds_of.update(record.waited_for)
+    return dict(seconds_of)
 
 
 def write_summary(folder: str | Path, summary: Summary | Mapping[str, Any]) -> Path:
-    """Write `summary.json` into the folder, all of it or nothing, and return its path.
-
-    Raises:
-        DataError: a field is missing or breaks its rule.
-    """
+    """Write `summary.json` into the folder atomically, and return its path; raise DataError if a field is wrong."""
     whole = checked(summary, Summary, "summary", RULE)
     path = Path(folder) / FILE_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,11 +184,7 @@ def write_summary(folder: str | Path, summary: Summary | Mapping[str, Any]) -> P
 
 
 def load_summary(path: str | Path) -> Summary:
-    """Read `summary.json`, given as the file or as its folder.
-
-    Raises:
-        DataError: the file is missing, no JSON, or not a summary.
-    """
+    """Read `summary.json`; `path` is the file or its folder. Raise DataError if it is missing, or not a summary."""
     file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
     summary = read_checked(file, Summary, RULE, "Write it again from the records.")
     if summary is None:

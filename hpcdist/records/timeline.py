@@ -85,6 +85,7 @@ class Timeline:
             self._spill()
 
     def _row(self, name: str) -> int:
+        # Give this thread a row of its own in the timeline.
         with self._writing:
             row = self._rows[threading.get_ident()] = len(self._rows)
             self._write(",\n" + _metadata(self.rank, row, "thread_name", name=name))
@@ -92,7 +93,7 @@ class Timeline:
 
     # --- writing --------------------------------------------------------------------------------------------------
     def _spill(self) -> None:
-        """Write the recent events, or keep them as candidates for the last ones."""
+        """Write recent events while there is room for first ones; keep later ones as candidates for the last half."""
         with self._writing:
             count = len(self._recent)
             events = self._recent[:count]
@@ -151,7 +152,7 @@ class EventSpan(AbstractContextManager[Details]):
 def unused(path: Path) -> Path:
     """Return the path, or the first free one of `timeline-2.json`... if an earlier start has written a timeline."""
     others = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
-    return next(one for one in chain([path], others) if not one.exists() and not rank_path(one, 0).exists())
+    return next(each for each in chain([path], others) if not each.exists() and not rank_path(each, 0).exists())
 
 
 def rank_path(path: Path, rank: int) -> Path:

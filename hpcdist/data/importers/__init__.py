@@ -62,47 +62,49 @@ def random_splits(
 def as_targets(
     task: str, where: str, splits: Sequence[np.ndarray], classes: Sequence[str] = ()
 ) -> tuple[list[np.ndarray], list[str]]:
-    """Return the targets of each split, as int64 labels of the classes whose names follow; without names: regression.
+    """Return each split's targets, and the classes' names: int64 labels, or without names the targets of a regression.
 
     Labels are integers or words, one for each sample, or integers in rows of a single 1 among zeros; with task
     "classification" also whole numbers of a floating-point type.
 
     Args:
+        where: the source of the targets, for messages.
+        splits: the stored targets of each split.
         classes: names in the order of the labels; words are numbered in this order.
 
     Raises:
-        ConfigError: the task must be said, is unknown, or does not suit the targets; or classes are not those found.
+        ConfigError: the task is missing, unknown, or does not suit the targets; or `classes` are not those found.
     """
     if task and task not in TASKS:
         raise ConfigError(f"task must be one of {', '.join(TASKS)}; got {task!r}.")
     values = np.concatenate(splits)
     if values.dtype.kind in "OSU":
         values = np.array([_word(value) for value in values])
-    words, floats = values.dtype.kind == "U", values.dtype.kind == "f"
-    if values.ndim == 2 and not words and ((values != 0).sum(axis=1) == 1).all() and (values.max(axis=1) == 1).all():
+    textual, floating = values.dtype.kind == "U", values.dtype.kind == "f"
+    if values.ndim == 2 and not textual and ((values != 0).sum(axis=1) == 1).all() and (values.max(axis=1) == 1).all():
         values = values.argmax(axis=1).astype(values.dtype)  # one-hot
-    whole = values.ndim == 1 and (words or not floats or bool((values == np.round(values)).all()))
-    if whole and floats and not task:
+    may_be_labels = values.ndim == 1 and (textual or not floating or bool((values == np.round(values)).all()))
+    if may_be_labels and floating and not task:
         raise ConfigError(
             f"task must be given where targets are whole numbers, classes or not; got none, and there are "
             f"{len(np.unique(values))} of them in {where}. Say task=classification, or task=regression."
         )
-    if (not whole and task == "classification") or (words and task == "regression"):
+    if (not may_be_labels and task == "classification") or (textual and task == "regression"):
         raise ConfigError(
             f"targets must be a whole number or a word each for classification, or rows of a single 1, and numbers for "
             f"regression; got {where} for {task}."
         )
-    if not whole or task == "regression":
-        return [values.astype("float32") if values.ndim == 1 and not floats else values for values in splits], []
-    found, labels = np.unique(values, return_inverse=True)
-    names = [str(name) if words else f"{name:.0f}" for name in found]
+    if not may_be_labels or task == "regression":
+        return [values.astype("float32") if values.ndim == 1 and not floating else values for values in splits], []
+    distinct, labels = np.unique(values, return_inverse=True)
+    names = [str(name) if textual else f"{name:.0f}" for name in distinct]
     if classes:
-        if len(classes) != len(names) or (words and {*classes} != {*names}):
+        if len(classes) != len(names) or (textual and {*classes} != {*names}):
             raise ConfigError(
                 f"classes must name each label of {where} once; got {', '.join(classes)}, and there are "
                 f"{', '.join(names[:20])}. Words must be the same."
             )
-        if words:
+        if textual:
             labels = np.array([classes.index(name) for name in names])[labels]
         names = [*classes]
     return np.split(labels.astype(np.int64), np.cumsum([len(split) for split in splits])[:-1]), names

@@ -56,7 +56,7 @@ class NamedArray:
         return shape[::-1] if self.reverse else shape
 
     def read(self, axis: int = 0, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Read from `start` to `stop` along an axis. Of a variable length it is an array of arrays."""
+        """Read from `start` to `stop` along an axis. Samples of variable length are read as an array of arrays."""
         place = [slice(None)] * self.stored.ndim
         place[-1 - axis if self.reverse else axis] = slice(start, stop)
         with named_faults(self.path):
@@ -65,7 +65,7 @@ class NamedArray:
         return values.T if self.reverse else values
 
     def longest(self, axis: int) -> int:
-        """Return the length of the longest sample of a variable length; 0 where all have one shape."""
+        """Return the length of the longest sample if lengths vary; 0 if all samples have one shape."""
         return max(map(len, self.read(axis).reshape(-1))) if h5py.check_vlen_dtype(self._dtype) else 0
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ def convert(
     with ExitStack() as stack:
         pairs = _pairs(Path(source), x, y, stack)
         first, target = pairs["train"]
-        axes, other = _axes(layout.upper(), first), not {*"HW"} <= {*layout.upper()}
+        axes, not_images = _axes(layout.upper(), first), not {*"HW"} <= {*layout.upper()}
         targets = [_native(values.reshape(-1) if values.size == max(values.shape) else values, dtype)
                    for values in (pair[1].read() for pair in pairs.values())]  # fmt: skip
         labels, names = as_targets(task, f"{target} of {source}", targets, classes.split(",") if classes else ())
@@ -144,7 +144,7 @@ def convert(
             task="classification" if names else "regression",
             source=f"arrays {Path(source).name}",
             classes=names,
-            scale=scale or (1 / np.iinfo(first.dtype).max if first.dtype.name in PIXELS[other:] else None),
+            scale=scale or (1 / np.iinfo(first.dtype).max if first.dtype.name in PIXELS[not_images:] else None),
             notes={"test_fraction": test_fraction, "seed": seed} if len(pairs) == 1 else {},
             compression=compression,
         )
@@ -158,28 +158,34 @@ def _axes(layout: str, x: NamedArray) -> list[int]:
             f"layout must be one letter for each dimension of x, with N for samples and C for channels; got {layout!r} "
             f"for {x}. NHWC and NCHW are usual."
         )
-    return sorted(range(len(order)), key=lambda axis: "NC".find(order[axis]) % 3)  # stable
+    return sorted(range(len(order)), key=lambda axis: "NC".find(order[axis]) % 3)  # N: 0, C: 1, others: 2, in order
 
 
 def _blocks(
     x: NamedArray, axes: Sequence[int], own: np.ndarray, longest: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the samples `own`, ascending, in blocks, each with its numbers."""
+    """Yield the samples of the indices `own` (ascending) in blocks, each with its indices.
+
+    Args:
+        axes: as from `_axes`.
+        longest: length to which samples are padded; 0: they have one shape.
+    """
     count = x.shape[axes[0]]
-    size = max(1, BLOCK_BYTES * count // max(1, math.prod(x.shape) * x.dtype.itemsize * max(1, longest)))
-    for start in range(0, count, size):
-        places = own[np.searchsorted(own, start) : np.searchsorted(own, start + size)]
-        if len(places):
-            block = x.read(axes[0], start, start + size)
+    block_size = max(1, BLOCK_BYTES * count // max(1, math.prod(x.shape) * x.dtype.itemsize * max(1, longest)))
+    for start in range(0, count, block_size):
+        indices = own[np.searchsorted(own, start) : np.searchsorted(own, start + block_size)]
+        if len(indices):
+            block = x.read(axes[0], start, start + block_size)
             if block.dtype.kind == "f" and not np.isfinite(block).all():
                 bad = np.nonzero(~np.isfinite(np.moveaxis(block, axes[0], 0)))[0][0]
                 raise DataError(
                     f"x must have finite numbers; got another in sample {start + bad} of {x} of {x.path}. Remove it."
                 )
-            yield (padded(list(block), longest) if longest else block.transpose(axes))[places - start], places
+            yield (padded(list(block), longest) if longest else block.transpose(axes))[indices - start], indices
 
 
 def _native(values: np.ndarray, dtype: str) -> np.ndarray:
+    # Convert to a dtype that data files have: floats to `dtype`, others to the next wider one.
     if values.dtype.kind == "f":
         return values.astype(dtype)
     name = values.dtype.newbyteorder("=").name
@@ -188,7 +194,7 @@ def _native(values: np.ndarray, dtype: str) -> np.ndarray:
 
 # --- the arrays of a file ---------------------------------------------------------------------------------------------
 def _pairs(source: Path, x: str, y: str, stack: ExitStack) -> dict[str, tuple[NamedArray, NamedArray]]:
-    """Return x and y of each split, for training first."""
+    """Return x and y of each split, the one for training first; `stack` closes the files."""
     files: dict[Path, dict[str, NamedArray]] = {}
 
     def find(name: str) -> NamedArray | None:
@@ -204,21 +210,21 @@ def _pairs(source: Path, x: str, y: str, stack: ExitStack) -> dict[str, tuple[Na
         file = name.rpartition(":")[0]
         if file and not Path(file).exists():
             raise ConfigError(f"{name} must be FILE:ARRAY, a file and its array; got {file}, and none in {Path.cwd()}.")
-    for form in TRAIN:
-        names = [form.format(name) if ":" not in name else name for name in (x, y)]
-        train = [find(name) for name in names]
-        if train[0] is not None and train[1] is not None:
+    for pattern in TRAIN:
+        names = [pattern.format(name) if ":" not in name else name for name in (x, y)]
+        train_arrays = [find(name) for name in names]
+        if train_arrays[0] is not None and train_arrays[1] is not None:
             break
     else:
-        missing = next(name for name, found in zip((x, y), train, strict=True) if found is None)
+        missing = next(name for name, found in zip((x, y), train_arrays, strict=True) if found is None)
         known = "; ".join(str(array) for path in files.values() for array in path.values())
         raise ConfigError(f"x and y must be the names of arrays; got {missing}, and there are {known or 'none'}.")
-    pairs = {"train": (train[0], train[1])}
+    pairs = {"train": (train_arrays[0], train_arrays[1])}
     for other in TESTS if all("train" in name.lower() for name in names) else ():
-        test = [find(name.lower().replace("train", other) if ":" not in name else name.replace("train", other))
+        test_arrays = [find(name.lower().replace("train", other) if ":" not in name else name.replace("train", other))
                 for name in names]  # fmt: skip
-        if test[0] is not None and test[1] is not None:
-            pairs["test" if "test" not in pairs else other] = (test[0], test[1])
+        if test_arrays[0] is not None and test_arrays[1] is not None:
+            pairs["test" if "test" not in pairs else other] = (test_arrays[0], test_arrays[1])
     return pairs
 
 
@@ -233,9 +239,8 @@ def _arrays(path: Path, stack: ExitStack) -> Iterator[NamedArray]:
     with named_faults(path):
         file.visititems(lambda name, node: found.append((name, node)) if isinstance(node, h5py.Dataset) else None)
     for name, values in found:
-        refers = (
-            h5py.check_ref_dtype(values.dtype) is not None
-        )  # as arrays of structs and cells do, to what lies in #refs#
+        # MATLAB's arrays of structs and cells are references to what is in #refs#.
+        refers = h5py.check_ref_dtype(values.dtype) is not None
         if values.shape is not None and values.ndim and not refers and not name.startswith("#"):  # MATLAB's own
             fields = values.dtype.names
             yield from (NamedArray(path, f"{name}/{f}", values, f) for f in fields or ())
@@ -244,7 +249,7 @@ def _arrays(path: Path, stack: ExitStack) -> Iterator[NamedArray]:
 
 
 def _fields(name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a variable of MATLAB's, or the arrays in the fields of a struct; none of an array of structs."""
+    """Yield (name, values) of a variable of MATLAB's, or of the fields of a struct; nothing of an array of structs."""
     if not values.dtype.names:
         yield name, values
     elif values.size == 1:

@@ -69,11 +69,11 @@ def convert(
         scratch = tempfile.TemporaryDirectory(prefix=".import-", dir=destination.parent, ignore_cleanup_errors=True)
     with scratch:  # to which the library copies what it reads
         parts = _splits(str(source), scratch.name, columns)
-        known = parts["train"].features
-        if unknown := [name for name in (*columns, y) if name not in known]:
-            raise ConfigError(f"x and y must be columns of {source}, {', '.join(known)}; got {', '.join(unknown)}.")
+        features = parts["train"].features
+        if unknown := [name for name in (*columns, y) if name not in features]:
+            raise ConfigError(f"x and y must be columns of {source}, {', '.join(features)}; got {', '.join(unknown)}.")
         targets = [np.array(part.with_format("numpy")[y][:]) for part in parts.values()]
-        names = getattr(known[y], "names", [])
+        names = getattr(features[y], "names", [])
         labels, names = (targets, names) if names else as_targets(task, f"{y} of {source}", targets)
         by_name = dict(zip(parts, labels, strict=True))
         parts = {name: part.select_columns(columns) for name, part in parts.items()}
@@ -98,9 +98,11 @@ def convert(
 
 
 def _splits(source: str, cache: str, x: Sequence[str]) -> dict[str, Any]:
-    """Load a data set, with undecoded images and nested columns side by side; its first test split is called test.
+    """Load a data set's splits by name, with undecoded images, and nested columns flattened.
 
-    Columns of `x` are images also where the file alone does not say so: bytes, or a struct of bytes and a path.
+    Without a split "test" the one for validation gets this name.
+
+    Columns in `x` of bytes, or of structs of bytes and a path, are treated as images, too.
     """
     import datasets  # takes seconds
 
@@ -110,22 +112,23 @@ def _splits(source: str, cache: str, x: Sequence[str]) -> dict[str, Any]:
     try:
         datasets.disable_progress_bars()
         if any((path / name).exists() for name in SAVED):
-            found = datasets.load_from_disk(source)
+            loaded = datasets.load_from_disk(source)
         elif path.is_file():
-            found = datasets.load_dataset(str(path.absolute().parent), data_files=path.name, cache_dir=cache)
+            loaded = datasets.load_dataset(str(path.absolute().parent), data_files=path.name, cache_dir=cache)
         else:
-            found = datasets.load_dataset(source.removeprefix(HUB), cache_dir=cache)
+            loaded = datasets.load_dataset(source.removeprefix(HUB), cache_dir=cache)
     except Exception as error:  # the library's own, and those of the readers that it calls
         cause = error.__cause__ or error
         raise DataError(
             f"{source} must be what Hugging Face's datasets reads; got {type(cause).__name__}: {cause}"
         ) from error
-    parts = dict(found) if isinstance(found, dict) else {"train": found}
+    parts = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     if "train" not in parts:
         raise DataError(f"{source} must have a split train; got {', '.join(parts)}. Rename its files or folders.")
     if "test" not in parts and "validation" in parts:
         parts["test"] = parts.pop("validation")
-    for decode in (True, False):  # nested columns are found meanwhile
+    # Decoded while `flatten` runs, which splits undecoded images into bytes and path; then undecoded.
+    for decode in (True, False):
         for name, feature in parts["train"].features.items():
             encoded = name in x and getattr(feature, "dtype", "") in ("binary", "large_binary")
             encoded |= name in x and isinstance(feature, dict) and feature.keys() == {"bytes", "path"}
@@ -137,6 +140,7 @@ def _splits(source: str, cache: str, x: Sequence[str]) -> dict[str, Any]:
 
 
 def _blocks(part: Any, y: np.ndarray, read: Callable[[Any], np.ndarray], longest: int) -> Iterator[Block]:
+    # Yield blocks of samples, converted by `read` and padded to `longest` (0: they have one shape), with their targets.
     for start in range(0, len(part), BLOCK):
         samples = [read(sample) for sample in part.select(range(start, min(start + BLOCK, len(part))))]
         yield padded(samples, longest) if longest else np.stack(samples), y[start : start + BLOCK]

@@ -22,11 +22,7 @@ MAX_SIDE = 4096  # pixels; more is damage, which must not become a request for t
 
 
 def convert(
-    source: str | Path,
-    destination: str | Path,
-    *,
-    classes: str = "0,1,2,3,4,5,6,7,8,9",
-    compression: str | None = None,
+    source: str | Path, destination: str | Path, *, classes: str = "0,1,2,3,4,5,6,7,8,9", compression: str | None = None
 ) -> Path:
     """Write MNIST from its four files: x (1, rows, columns), stored as uint8, read as float32 in 0..1; y int64.
 
@@ -69,13 +65,13 @@ def _read(folder: Path, stem: str) -> tuple[np.ndarray, Path]:
     path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
         raise DataError(f"{folder} must have one of the files {', '.join(names)}; it has none. Download it again.")
-    packed, head_bytes = path.suffix == ".gz", 4 + 4 * dimensions
-    most = path.stat().st_size * (1032 if packed else 1)  # gzip makes files shorter by this factor at most
+    gzipped, head_bytes = path.suffix == ".gz", 4 + 4 * dimensions
+    max_bytes = path.stat().st_size * (1032 if gzipped else 1)  # gzip makes files shorter by this factor at most
     try:
-        with open_regular(path) as plain, cast(BinaryIO, gzip.open(plain)) if packed else plain as file:
+        with open_regular(path) as plain, cast(BinaryIO, gzip.open(plain)) if gzipped else plain as file:
             head = file.read(head_bytes)
             shape = struct.unpack(f">{dimensions}I", head[4:].ljust(4 * dimensions, b"\xff"))
-            values = file.read(min(most, math.prod(shape)) + 1)
+            values = file.read(min(max_bytes, math.prod(shape)) + 1)
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path} must be a whole gzip file ({error}). Download it again.") from error
     magic = bytes((0, 0, UINT8, dimensions))

@@ -172,27 +172,27 @@ def _read_parquet(path: Path) -> pd.DataFrame:
 
 
 def _checked(path: Path, frame: pd.DataFrame, delimiter: str) -> tuple[pd.DataFrame, list[str]]:
-    """Return the table with numbers as float64, and the names of its columns of words, which have no number.
+    """Return the table with numbers as float64, and the names of its columns of words, which contain no number.
 
-    Raises DataError where a value is missing, or is no finite number.
+    Raises DataError if a value is missing, or not a finite number.
     """
     numbers = frame.apply(pd.to_numeric, errors="coerce").astype(np.float64)
     words = [name for name in frame if frame[name].dtype == object and numbers[name].isna().all()]
-    bad = pd.DataFrame(~np.isfinite(numbers), columns=frame.columns)
-    bad[words] = frame[words].isna()
-    rows, columns = np.nonzero(bad)
+    is_bad = pd.DataFrame(~np.isfinite(numbers), columns=frame.columns)
+    is_bad[words] = frame[words].isna()
+    rows, columns = np.nonzero(is_bad)
     if len(rows):
-        place = f"line {_line(path, delimiter, rows[0])}" if path.suffix == ".csv" else f"sample {rows[0]}"
+        location = f"line {_line(path, delimiter, rows[0])}" if path.suffix == ".csv" else f"sample {rows[0]}"
         raise DataError(
             f"{path} must have finite numbers, or words, in a column; got {frame.iat[rows[0], columns[0]]} in "
-            f"{place}, column {frame.columns[columns[0]]}, and {len(rows) - 1} more. Fill or remove them."
+            f"{location}, column {frame.columns[columns[0]]}, and {len(rows) - 1} more. Fill or remove them."
         )
     numbers[words] = frame[words]
     return numbers, words
 
 
 def _line(path: Path, delimiter: str, row: int) -> int:
-    """Return the line of the file in which a sample ends, from 1: empty lines and quoted line breaks count."""
+    """Return the number, from 1, of the line in which sample `row` ends; empty lines and quoted line breaks count."""
     with io.TextIOWrapper(open_regular(path), "utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter)
         return next(islice((reader.line_num for fields in reader if fields), row + 1, None))
@@ -226,7 +226,7 @@ def _read_numpy(path: Path) -> dict[str, np.ndarray]:
 
 
 def _from_pair(path: Path, x: np.ndarray, y: np.ndarray, target: str) -> tuple[pd.DataFrame, str]:
-    """Return one table of features x0, x1... and targets y0, y1..., and the targets."""
+    """Return one table of features x0, x1... and targets y0, y1..., and the targets' names with commas between."""
     if target:
         raise ConfigError(f"target must be omitted where {path} has arrays x and y; got {target!r}.")
     y = y[:, np.newaxis] if y.ndim == 1 else y
@@ -238,27 +238,28 @@ def _from_pair(path: Path, x: np.ndarray, y: np.ndarray, target: str) -> tuple[p
 
 
 def _choose_target(path: Path, frame: pd.DataFrame, target: str, delimiter: str, words: str) -> Table:
+    # Divide the columns into features and targets, and apply the option `words` to features of words.
     names = list(frame.columns)
     targets = target.split(",") if target else names[-1:]
     if unknown := [name for name in targets if name not in names]:
         raise ConfigError(f"target must be among the columns {', '.join(names)} of {path}; got {', '.join(unknown)}.")
-    frame, worded = _checked(path, frame, delimiter)
-    chosen = frame.drop(columns=targets)
-    if features := [name for name in worded if name not in targets]:
-        most = chosen[features].nunique()
-        if not words or (words == "onehot" and most.max() > MOST):
+    frame, word_columns = _checked(path, frame, delimiter)
+    features_frame = frame.drop(columns=targets)
+    if features := [name for name in word_columns if name not in targets]:
+        sizes = features_frame[features].nunique()
+        if not words or (words == "onehot" and sizes.max() > MOST):
             raise ConfigError(
                 f"words must be onehot, for columns of at most {MOST} different words, or leave_out, where features "
-                f"are words; got {words!r}, and column {most.idxmax()} of {path} has {most.max()} of them. One to be "
+                f"are words; got {words!r}, and column {sizes.idxmax()} of {path} has {sizes.max()} of them. One to be "
                 f"predicted is the target, such as target={features[0]}."
             )
         if words == "onehot":
-            chosen = pd.get_dummies(chosen, columns=features, prefix_sep="=", dtype=float)
+            features_frame = pd.get_dummies(features_frame, columns=features, prefix_sep="=", dtype=float)
         else:
-            chosen = chosen.drop(columns=features)
-    if not len(chosen.columns):
+            features_frame = features_frame.drop(columns=features)
+    if not len(features_frame.columns):
         raise ConfigError(f"target must leave at least 1 column of {path} as a feature; got {target or targets[0]}.")
-    return Table(chosen.to_numpy(), frame[targets].to_numpy(), list(map(str, chosen.columns)), targets)
+    return Table(features_frame.to_numpy(), frame[targets].to_numpy(), list(map(str, features_frame.columns)), targets)
 
 
 def _cast(path: Path, values: np.ndarray, dtype: str) -> np.ndarray:

@@ -19,11 +19,7 @@ load: Callable[[str], Callable[..., Table]] = catalogue("schedules").load
 
 
 def create(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Table:
-    """Make the table of a schedule and check it.
-
-    Raises:
-        ConfigError: a number is less than 1, the schedule refuses the numbers, or its table can't be executed.
-    """
+    """Return the checked table of a schedule; raise ConfigError if it refuses the numbers, or can't be executed."""
     for setting, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
         if value < 1:
             raise ConfigError(f"{setting} of a schedule must be at least 1; got {value}. Give a larger number.")

@@ -68,7 +68,7 @@ class Timing:
 
 
 def one_chunk(schedule: str, chunks: int) -> None:
-    """Raise ConfigError if a rank has several stages."""
+    """Raise ConfigError unless each rank has one stage."""
     if chunks != 1:
         raise ConfigError(
             f"chunks must be 1 with the schedule {schedule}; got {chunks}. Take the schedule interleaved, or gpipe."
@@ -156,37 +156,41 @@ def _arrival(
     ranks: int,
     transfer_s: Callable[[Operation], float],
 ) -> float | None:
-    """Return the time at which an operation can start; None if something that it needs is not computed yet."""
+    """Return when the results that an operation needs are on its rank; None if one is not computed yet.
+
+    Args:
+        ends: the ends of operations so far.
+    """
     latest = 0.0
     for group in operation.needs(stages):
-        made = [one for one in group if one in ends]
-        if not made:
+        finished = [needed for needed in group if needed in ends]
+        if not finished:
             return None
-        far = made[0].stage % ranks != operation.stage % ranks
-        latest = max(latest, ends[made[0]] + (transfer_s(made[0]) if far else 0.0))
+        on_other_rank = finished[0].stage % ranks != operation.stage % ranks
+        latest = max(latest, ends[finished[0]] + (transfer_s(finished[0]) if on_other_rank else 0.0))
     return latest
 
 
 def peak(operations: Sequence[Operation], size: Callable[[int], int] = lambda stage: 1) -> int:
-    """Compute the peak of what a rank keeps for its backward passes: the sum of `size(stage)` over micro-batches.
+    """Return the peak of what a rank keeps for its backward passes: the sum of `size(stage)` over kept micro-batches.
 
     A micro-batch is kept from its forward pass to the end of B or W.
     """
-    kept = most = 0
+    kept = highest = 0
     for operation in operations:
         kept += {"F": 1, "I": 0}.get(operation.kind, -1) * size(operation.stage)
-        most = max(most, kept)
-    return most
+        highest = max(highest, kept)
+    return highest
 
 
 def recomputed_peak(operations: Sequence[Operation], size: Callable[[int], int] = lambda stage: 1) -> int:
-    """Compute the peak of recomputed activations on a rank, which are kept during B, or from I to the end of W."""
-    kept = most = 0
+    """Return the peak of recomputed activations on a rank, which are kept during B, or from I to the end of W."""
+    kept = highest = 0
     for operation in operations:
         kept += {"B": 1, "I": 1}.get(operation.kind, 0) * size(operation.stage)
-        most = max(most, kept)
+        highest = max(highest, kept)
         kept -= {"B": 1, "W": 1}.get(operation.kind, 0) * size(operation.stage)
-    return most
+    return highest
 
 
 def one_by_one(forward: Sequence[Operation], backward: Sequence[Operation], ahead: int) -> list[Operation]:
@@ -210,6 +214,7 @@ def gantt(table: Table, timing: Timing, columns: int = 120) -> list[str]:
         [(_label(op, ranks, chunks), *span) for op, span in zip(ops, spans)]
         for ops, spans in zip(table, timing.spans_s)
     ]
+    # Columns per second at which each label fits into its operation.
     enough = [(len(label) + 1) / (end - start) for line in lines for label, start, end in line if end > start]
     scale = min(columns / (timing.makespan_s or 1.0), max(enough, default=1.0))
     return [f"rank {rank:<{len(str(ranks - 1))}}  {_drawn(line, scale)}" for rank, line in enumerate(lines)]

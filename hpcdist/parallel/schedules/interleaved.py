@@ -27,6 +27,7 @@ def table(ranks: int, micro_batches: int, chunks: int = 1) -> Table:
         stages = range(rank, ranks * chunks, ranks)
         forward = [Operation("F", stage, batch) for group in groups for stage in stages for batch in group]
         backward = [Operation("B", stage, batch) for group in groups for stage in stages[::-1] for batch in group]
+        # Number of forward passes before the first backward pass; as in Megatron-LM.
         ahead = (chunks - 1) * len(groups[0]) + (ranks - 1 - rank) * (2 if chunks > 1 else 1)
         tables.append(one_by_one(forward, backward, ahead))
     return tables

@@ -38,6 +38,7 @@ class ChosenRate:
     """A learning rate that the search has chosen for a group.
 
     Attributes:
+        name: the group's `rate_key`.
         tried: mean of the metric by learning rate; None: a run failed.
         between: half and twice the rate were tried, and both are worse.
     """

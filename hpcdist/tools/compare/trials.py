@@ -234,7 +234,7 @@ def train(
         return trials.judge(number, folder)
 
     started = comm.raise_on_all_ranks(lambda: start() if comm.rank == 0 else None)
-    job, overrides, resume, has_pruner = comm.gather(started)[0]
+    job, overrides, resume, has_pruner = comm.gather(started)[0]  # every rank gets rank 0's
     judged = judge if has_pruner else None
     return runs.train(comm, Path(job), None, overrides, run, resume, None, ends_at, command, judge=judged)
 

@@ -221,8 +221,8 @@ def _row(group: RunGroup, columns: Iterable[str], numbers: Sequence[str], base: 
         "speedup": (speedup, wording.times(speedup)),
     }
     if group.job.target is not None:
-        some = f" ({len(reached)} of {group.n_started})" if 0 < len(reached) < group.n_started else ""
-        text = wording.seconds_to_target(reached.values(), group.n_started) + some if group.n_started else wording.NONE
+        note = f" ({len(reached)} of {group.n_started})" if 0 < len(reached) < group.n_started else ""
+        text = wording.seconds_to_target(reached.values(), group.n_started) + note if group.n_started else wording.NONE
         row |= {"time_to_target_s": (group.mean_seconds_to_target, text), "reached": (len(reached), str(len(reached)))}
     for key in columns:
         if key not in row and key not in LEFT_OUT:
@@ -237,8 +237,8 @@ def _number(group: RunGroup, key: str) -> Entry:
         return (largest := max(group[key].values())), wording.number(largest)
     if key.startswith("metric."):
         n_values = sum(value is not None for value in group.values(key))
-        some = f" ({finite} of {n_values} finite)" if finite < n_values else ""
-        return mean, f"{mean:.4f}{some}" if finite else "not finite" if n_values else wording.NONE
+        note = f" ({finite} of {n_values} finite)" if finite < n_values else ""
+        return mean, f"{mean:.4f}{note}" if finite else "not finite" if n_values else wording.NONE
     write = wording.amount if key.startswith("bytes") else wording.number
     return mean, wording.NONE if mean is None else write(mean.mean)
 
@@ -275,11 +275,11 @@ def _is_default(name: str, rows: Sequence[Mapping[str, Entry]], job: JobRuns) ->
 
 def _sort_key(name: str, job: JobRuns, row: Mapping[str, Entry]) -> tuple[bool, float, str]:
     """Return the sort key of a row by a column: the best first, missing values last."""
-    value, higher = mean_of(row[name][0]), name in HIGHER_IS_BETTER
+    value, higher_is_better = mean_of(row[name][0]), name in HIGHER_IS_BETTER
     if name.startswith("metric."):
-        higher = job.higher_is_better if _short(name) == job.metric else is_higher_better(_short(name))
+        higher_is_better = job.higher_is_better if _short(name) == job.metric else is_higher_better(_short(name))
     with suppress(TypeError, ValueError):  # a setting's text may be a number
-        return False, float(value) * (-1 if higher else 1), ""
+        return False, float(value) * (-1 if higher_is_better else 1), ""
     return value is None, math.inf, str(value)
 
 

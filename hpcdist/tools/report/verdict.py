@@ -41,7 +41,7 @@ def _of(group: RunGroup) -> str:
 
 
 def _on(group: RunGroup, *, always: bool = False) -> str:
-    """Return a group's name, with its number of ranks if the report has several."""
+    """Return a group's name, with its number of ranks if the report has several numbers of ranks, or `always`."""
     return _of(group) + (f" on {count(group.ranks, 'rank')}" if always or group.job.has_several_ranks else "")
 
 

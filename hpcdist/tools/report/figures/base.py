@@ -76,7 +76,7 @@ Part = ReportFigure | ReportTable | str  # of a section; a str is a note
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page, drawn by one plug-in. The page folds `figures`, by ranks or None, except the first."""
+    """A section of the page, drawn by one plug-in. Of `figures`, by number of ranks, the page folds all but one."""
 
     name: str
     title: str

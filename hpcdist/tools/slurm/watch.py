@@ -47,7 +47,7 @@ def _figures(now: RunView) -> str:
 
 
 def facts(job: str, entry: Submission | None, states: Sequence[State]) -> dict[str, str]:
-    """Return a job's properties: the states of its tasks, its run, log, script and commit."""
+    """Return a job's properties: the states of its tasks, and with its entry in the history its run, log, script..."""
     descriptions = {state.job: describe(state).partition(" is ")[2] for state in states}
     if entry is None:
         return descriptions
@@ -69,25 +69,25 @@ def facts(job: str, entry: Submission | None, states: Sequence[State]) -> dict[s
 
 def show_logs(job: str, follow: bool) -> None:
     """Print a job's log, or the logs of an array's tasks; with `follow`, until the job has ended."""
-    printed: dict[Path, int] = {}
-    last: list[Path] = []
+    n_printed: dict[Path, int] = {}  # bytes of each log
+    last_log: list[Path] = []  # log of the last output
 
     def show(*_: object) -> None:
         paths = queue.logs(job)
         for path in paths:
             with open_regular(path) as file:
-                file.seek(printed.get(path, 0))
+                file.seek(n_printed.get(path, 0))
                 data = file.read()
-            printed[path] = printed.get(path, 0) + len(data)
-            if len(paths) > 1 and data and last != [path]:
-                last[:] = [path]
+            n_printed[path] = n_printed.get(path, 0) + len(data)
+            if len(paths) > 1 and data and last_log != [path]:
+                last_log[:] = [path]
                 print(f"==> {path} <==")
             print(data.decode(errors="replace"), end="", flush=True)
 
     if follow:
         queue.wait(job, show)
     show()
-    if not printed:
+    if not n_printed:
         raise QueueError(
             f"job {job} must have started to have a log; got none yet: {describe(queue.states(job)[0])}. Add --follow "
             "to wait for it."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -56,7 +56,6 @@ class SPARTA(Strategy):
     class Config(Strategy.Config):
         """Options of sparta."""
 
-        _former: ClassVar = {"take_up": "merge"}
         share: float = Field(0.005, ge=0, le=1, description="part of the parameters that a step averages")
         selection: Literal["random", "shuffled", "partition"] = Field(
             "random", description="sample elements in each step, or slices of one random order, or of one per round"

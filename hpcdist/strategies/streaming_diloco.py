@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 import torch
 from pydantic import Field, model_validator
@@ -59,7 +59,6 @@ class StreamingDiLoCo(Periodic):
     class Config(Periodic.Config):
         """Options of streaming_diloco."""
 
-        _former: ClassVar = {"take_up": "merge"}
         period: int = Field(100, ge=1, description="H: steps in which each fragment is exchanged once")
         fragment_layers: int | None = Field(
             3, ge=1, description="layers in a fragment; none: all parameters are one fragment"

@@ -9,7 +9,7 @@ when all ranks shrink the group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -71,7 +71,6 @@ class MixingConfig(WireConfig, PeersConfig):
     D-PSGD; the local optimiser then steps from the averaged parameters.
     """
 
-    _former: ClassVar = {"draw_self": "include_self"}
     interval: int = Field(1, ge=1, description="steps between averages")
     order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
     include_self: bool = Field(True, description="a rank may choose itself, as in the paper: then it does not average")

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -61,7 +61,6 @@ class ServerStrategy(Strategy):
     class Config(Strategy.Config):
         """Options that all strategies with servers have."""
 
-        _former: ClassVar = {"compress_answers": "compress_replies"}
         servers: Servers = Field(
             1, description="number of server ranks, each with a shard; colocated: all ranks are workers and servers"
         )

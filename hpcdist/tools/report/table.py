@@ -60,6 +60,7 @@ def tables(
         UnknownNameError: no job has such a column.
     """
     rows_by_job = [_rows(analysis) for analysis in jobs]
+    # Full names of columns; the first one of a short name stays.
     known = {_short(name): name for rows in reversed(rows_by_job) for row in rows[:1] for name in reversed(row)}
 
     def full_name(option: str, name: str) -> str:
@@ -81,6 +82,7 @@ def tables(
 
 
 def show(job_tables: Sequence[JobTable]) -> None:
+    """Print each table, without the common prefix of a column's texts, and its conclusion."""
     for table in job_tables:
         heads = _heads(table)
         texts = {name: [row[name][1] for row in table.rows] for name in table.rows[0]}
@@ -169,16 +171,16 @@ def _head(name: str) -> str:
 
 
 def _heads(table: JobTable) -> dict[str, str]:
+    """Return the heads of a table's columns; the time's has the target, and says which mean it is."""
     job, heads = table.analysis.job, {name: _head(name) for name in table.rows[0]}
     if job.target is not None:
-        several = (
-            ",\ngeometric mean" if any(len(group.seconds_to_target) > 1 for group in table.analysis.groups) else ""
-        )
-        heads["time_to_target_s"] = f"seconds\nto {job.target:g}{several}"
+        mean = ",\ngeometric mean" if any(len(group.seconds_to_target) > 1 for group in table.analysis.groups) else ""
+        heads["time_to_target_s"] = f"seconds\nto {job.target:g}{mean}"
     return heads
 
 
 def _title(analysis: Analysis) -> str:
+    """Return a table's title: the job, how many runs there are, and what the values are."""
     job, failed = analysis.job, len(analysis.failures)
     text = f"{job.name or job.title}: {wording.count(len(analysis.runs), 'run')}"
     text += f", {failed} without a result" if failed else ""
@@ -204,7 +206,7 @@ def _rows(analysis: Analysis) -> list[dict[str, Entry]]:
 
 
 def _row(group: RunGroup, columns: Iterable[str], numbers: Sequence[str], base: RunGroup | None) -> dict[str, Entry]:
-    """Return the entries of a group: counts, rates, and the columns of `runs.csv`."""
+    """Return a group's entries by column: counts, rates, the speedup over `base`, and the `columns` of `runs.csv`."""
     runs, ended, reached = len(group.runs), len(group.ended), group.seconds_to_target
     has_times = base is not None and group.virtual == base.virtual and base.seconds and group.seconds
     speedup = ratio_of(base.seconds, group.seconds) if base is not None and has_times else None
@@ -283,7 +285,7 @@ def _sort_key(name: str, job: JobRuns, row: Mapping[str, Entry]) -> tuple[bool, 
 
 def _cut_prefix(texts: Sequence[str]) -> tuple[str, list[str]]:
     """Remove the common prefix of all texts, up to a separator; return the prefix and the shortened texts."""
-    low, high = min(filter(None, texts), default=""), max(texts)
+    low, high = min(filter(None, texts), default=""), max(texts)  # in order: all others share their prefix, too
     common = low[: next((i for i, pair in enumerate(zip(low, high)) if pair[0] != pair[1]), 0)]
     common = common[: max(common.rfind(mark) for mark in SEPARATORS) + 1]
     if len(common) < LEAST_CUT:

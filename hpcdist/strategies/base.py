@@ -128,7 +128,7 @@ class Strategy(abc.ABC):
 
     @classmethod
     def require_complete(cls, name: str) -> None:
-        """Raise ConfigError where the class lacks a contract, options or arguments that the library needs."""
+        """Raise ConfigError unless class `name` has a contract, and a `Config` and `__init__` that fit Strategy's."""
         if not isinstance(getattr(cls, "contract", None), Contract):
             raise ConfigError(
                 f"{name} must declare a contract, which describes how it behaves in training loops; got "
@@ -182,10 +182,10 @@ class Strategy(abc.ABC):
         updates_here = (
             self.contract.synchronous and self.contract.updates == "here" and self.contract.averages != "gradients"
         )
-        self._compared = updates_here and comm.size > 1
+        self._compared = updates_here and comm.size > 1  # by `_compares`; others send hyper-parameters with gradients
         self._synchronizations = 0  # number of steps in which the ranks communicated
         model.gradients.weights_batches = self.contract.weights_batches
-        if comm.size > 1 and not self.contract.uses_changed_gradients:
+        if comm.size > 1 and not self.contract.uses_changed_gradients:  # the loop's changes would be lost: find any
             model.gradients.fingerprint = _sum
         elif comm.size > 1 and self.contract.replicates:  # a change on all ranks is fine: a sample of values will do
             model.gradients.fingerprint = some_values

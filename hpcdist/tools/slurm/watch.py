@@ -21,7 +21,7 @@ def watch(entry: Submission) -> int:
     """Show a job until it has ended, and return its exit status. Ctrl-C ends the display, not the job."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[figures]}"), console=Console(stderr=True)) as bar:
-        line = bar.add_task(entry.name, total=None, figures="")
+        progress_task = bar.add_task(entry.name, total=None, figures="")
         run = Run(entry.output, follow=True)
         printed: dict[str, str] = {}  # the state of each job or task
 
@@ -32,12 +32,12 @@ def watch(entry: Submission) -> int:
                     bar.console.print(describe(state), highlight=False, markup=False)
             if entry.cases:
                 done = sum(state.state == "COMPLETED" for state in states)
-                bar.update(line, completed=done, total=entry.cases, figures=f"{done} of {entry.cases} runs")
+                bar.update(progress_task, completed=done, total=entry.cases, figures=f"{done} of {entry.cases} runs")
             else:
                 run.update()
-                now = view(entry.name, run, curves=False)
-                total = None if now.fraction is None else 1.0
-                bar.update(line, completed=now.fraction or 0.0, total=total, figures=_figures(now))
+                run_view = view(entry.name, run, curves=False)
+                total = None if run_view.fraction is None else 1.0
+                bar.update(progress_task, completed=run_view.fraction or 0.0, total=total, figures=_figures(run_view))
 
         return queue.wait(entry.job, show)
 

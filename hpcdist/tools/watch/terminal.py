@@ -300,7 +300,8 @@ def curve(points: Sequence[tuple[float, float]], columns: int, rows: int, *, bra
     prior = None
     for column, y in enumerate(_resampled(points, width)):
         dot = height // 2 if high == low else round((high - y) / (high - low) * (height - 1))
-        for y_dot in range(min(dot, prior or dot), max(dot, prior or dot) + 1) if prior is not None else (dot,):
+        prior = dot if prior is None else prior
+        for y_dot in range(min(dot, prior), max(dot, prior) + 1):
             characters[y_dot // 4][column // 2] |= DOTS[column % 2][y_dot % 4]
         prior = dot
     drawn = ["".join(chr(0x2800 + dots) if braille else " *"[dots > 0] for dots in line) for line in characters]

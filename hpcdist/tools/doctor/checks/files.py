@@ -72,7 +72,7 @@ def _share(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[s
     if comm.rank == 0:
         writers = [name for name in nodes.names if rows[name].get("seen_s") is not None]
         files = {name: folder / f"node{nodes.names.index(name)}" for name in writers}
-        for name in _try(lambda: {"missing": _missing(files)}).get("missing", files):
+        for name in _try(lambda: {"missing": _missing(files)}).get("missing", files):  # all, if this call fails
             rows[name]["arrived"] = False
     return rows
 
@@ -81,14 +81,14 @@ def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
     """Collective. Return whether rank 0 gets a lock, and by node whether it is refused there until it is released."""
     # The first rank of each other node tries the lock; on a single node the second rank, or the only one.
     lock, is_trying = _Lock(path), comm.rank in (nodes.leaders[1:] or [min(1, comm.size - 1)])
-    held = gather(comm, _try(lock.take) if comm.rank == 0 else None)[0]
-    refused = _try(lock.refused) if is_trying and held.get("held") else None
+    taken = gather(comm, _try(lock.take) if comm.rank == 0 else None)[0]
+    refused = _try(lock.refused) if is_trying and taken.get("held") else None
     gather(comm, None)  # barrier: all have tried
     if comm.rank == 0:
         _try(lock.drop)
     gather(comm, None)  # barrier: the lock is released
     rows = gather(comm, _try(lambda: lock.free(refused)) if refused and "error" not in refused else refused)
-    return {**held, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
+    return {**taken, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
 
 
 def _start(requested: Path) -> dict:

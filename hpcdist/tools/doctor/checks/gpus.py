@@ -76,7 +76,7 @@ def describe(handle: Any) -> dict:
         "total_mb": memory and memory.total >> 20,
         "free_mb": memory and memory.free >> 20,
         "ecc_errors": _ask(nvml.nvmlDeviceGetTotalEccErrors, handle, *kind),
-        "reasons": _ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0,
+        "reasons": _ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0,  # bits, see SLOWED
     }
 
 

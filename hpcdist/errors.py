@@ -128,13 +128,13 @@ class NonFiniteError(HpcdistError, ArithmeticError):
 
 
 def place(error: BaseException) -> str:
-    """Return ` (FILE:LINE)`: where the user's code raised an exception, or called what did; or an empty text."""
+    """Return ` (FILE:LINE)`, the innermost line of the user's code in an exception's traceback; empty if none."""
     if isinstance(error, SyntaxError):  # its text names them
         return ""
-    others = (os.path.dirname(__file__) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
+    not_users = (os.path.dirname(__file__) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         installed = "site-packages" in frame.filename or "dist-packages" in frame.filename
-        if not installed and not frame.filename.startswith(others):
+        if not installed and not frame.filename.startswith(not_users):
             return f" ({frame.filename}:{frame.lineno})"
     return ""
 

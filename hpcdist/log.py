@@ -38,9 +38,8 @@ def is_handled() -> bool:
 def before_end(message: str, *, text: str | None = None, **more: Any) -> None:
     """Report why this process is about to end the job: on standard error, and to the user's handlers.
 
-    Always on standard error: the logger may be muted (by its level, or by a configuration that disables loggers it does
-    not name), and the reason would be lost. The handlers run in a separate thread with a time limit: the thread that
-    hangs may hold a handler's lock, for example because the log's file system hangs.
+    Always on standard error, because the logger may be muted. The handlers run in a separate thread with a time limit:
+    the thread that hangs may hold a handler's lock, for example because the log's file system hangs.
 
     Args:
         message: the reason.

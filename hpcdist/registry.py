@@ -119,7 +119,7 @@ class Catalogue:
         def open_file() -> Any:
             module = load_module(path)
             if not hasattr(module, member):
-                known = [each for each in vars(module) if not each.startswith("_")]
+                known = [member_name for member_name in vars(module) if not member_name.startswith("_")]
                 raise ConfigError(
                     f"{self.setting} must be defined in {file}; got {member!r}, which is not."
                     f"{suggestion(member, known)}"
@@ -129,6 +129,7 @@ class Catalogue:
         return Origin(name, open_file)
 
     def _opened(self, name: str, origin: Origin) -> Any:
+        # Imports a plug-in. If one from outside hpcdist raises an exception, ConfigError names it.
         try:
             return origin.open()
         except HpcdistError:
@@ -144,7 +145,7 @@ class Catalogue:
 
 @cache
 def _modules(package: str) -> frozenset[str]:
-    """Return the plug-ins in a folder of hpcdist, without importing its packages, which may take seconds."""
+    """Return the names of the plug-ins in a folder of hpcdist. Importing its packages could take seconds."""
     folder = Path(__file__).parents[1].joinpath(*package.split("."))
     modules = pkgutil.iter_modules([str(folder)])
     return frozenset(m.name for m in modules if not m.ispkg and m.name != "base" and not m.name.startswith("_"))
@@ -185,8 +186,7 @@ def label(name: str) -> str:
 def subclass_of(base: str) -> Take:
     """Return a `Take` that accepts concrete subclasses of `base`, given as `package.module:Class`.
 
-    A module's plug-in is the class with the plug-in's name; else its only `final` class; else its only class whose name
-    does not start with `_`.
+    A module's plug-in is the class of its name; else its only `final` class; else its only class without leading `_`.
     """
 
     def take(imported: Any, name: str, where: str) -> type:
@@ -209,6 +209,7 @@ def subclass_of(base: str) -> Take:
 
 @cache
 def _class_of(module: ModuleType, parent: type, name: str) -> type:
+    # Returns a module's plug-in by the rules of `subclass_of`.
     classes = [
         value
         for value in dict.fromkeys(filter(is_class, vars(module).values()))

@@ -53,17 +53,17 @@ class Auto(AllReduce):
         self._ends = [end for end, _ in self.ranges]
         self._algorithms = [algorithms[name] for _, name in self.ranges]
         self._native = comm.allreduce
-        first = self.ranges[0][1] if comm.size > 1 else ""
-        self._first_bytes = int(min(self._ends[0], sys.maxsize)) if first in ("native", "shared_memory") else -1
-        self._first = comm.allreduce if first == "native" else self._algorithms[0]
-        self._first_dtypes = _NATIVE_DTYPES if first == "native" else SUMMED_AS.keys()
+        # The fast path of `__call__` (-1: none): tensors of up to _first_bytes, by the algorithm of the first range.
+        fastest_short = self.ranges[0][1] if comm.size > 1 else ""
+        self._first_bytes = int(min(self._ends[0], sys.maxsize)) if fastest_short in ("native", "shared_memory") else -1
+        self._first = comm.allreduce if fastest_short == "native" else self._algorithms[0]
+        self._first_dtypes = _NATIVE_DTYPES if fastest_short == "native" else SUMMED_AS.keys()
         self._direct = Direct(comm) if Direct.suits(comm) else None
         self._in_place_bytes = comm.size * SLICE_BYTES
 
     def __call__(self, tensor: Tensor) -> None:
         """Collective. Replace `tensor` by its sum over all ranks; see `AllReduce.__call__`."""
-        # A short tensor is summed in microseconds: if its dtype needs no view, skip the checks here; `_first` has its
-        # own.
+        # A short tensor is summed in microseconds. If its dtype needs no view, skip `_call`: `_first` checks it.
         n_bytes = tensor.nbytes
         if n_bytes <= self._first_bytes and tensor.dtype in self._first_dtypes and not self._in_place(tensor, n_bytes):
             self._first(tensor)
@@ -77,7 +77,7 @@ class Auto(AllReduce):
             self._native(tensor)
 
     def _mean(self, tensor: Tensor) -> None:
-        self._chosen(tensor)._mean(tensor)
+        self._chosen(tensor)._mean(tensor)  # on the host, unlike in `_sum`: see `AllReduce.mean`
 
     def _chosen(self, tensor: Tensor) -> AllReduce:
         """Return the algorithm for a tensor on the host; the table has no timings of shared tensors."""
@@ -86,7 +86,7 @@ class Auto(AllReduce):
         return self._algorithms[bisect_left(self._ends, tensor.nbytes)]
 
     def _in_place(self, tensor: Tensor, n_bytes: int) -> bool:
-        """Return whether the tensor is long and all ranks have mapped it."""
+        """Return whether the tensor is long and all ranks have mapped it, so that `Direct` sums it without copies."""
         return n_bytes >= self._in_place_bytes and self.comm.memory.is_shared(tensor)
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ class AllReduce(abc.ABC):
 
 
 def _mean_by(sum_up: Callable[[Tensor], None], tensor: Tensor, size: int) -> None:
-    # float16 ends at 65,504: a sum may overflow where the mean does not. So divide the addends, like
+    # In float16 (up to 65,504) a sum may overflow where the mean does not. So divide the addends, like
     # DistributedDataParallel; summing in a wider type would cost more bytes.
     narrow = tensor.dtype in (torch.float16, torch.complex32)
     if narrow:
@@ -119,7 +119,7 @@ class Algorithm(AllReduce):
     def __init__(self, comm: Communicator):
         super().__init__(comm)
         self.inbox = Scratch()
-        if comm.trace.timeline is not None:
+        if comm.trace.timeline is not None:  # record each call
             name = f"all-reduce by {type(self).__module__.rpartition('.')[2]}"
             self._sum = comm.trace.timeline.noted(name, "collective", self._sum)  # type: ignore[method-assign]
             if type(self)._mean is not AllReduce._mean:  # the base's calls `_sum`, which is traced already
@@ -188,6 +188,7 @@ def sum_in_rank_order(
     total = local if rank == 0 else read(0)
     for peer in range(1, size):
         addend = local if peer == rank else read(peer)
+        # `local` holds partial sums only on rank 0; on other ranks it is still needed as an addend.
         total = torch.add(total, addend, out=local if rank == 0 or peer == size - 1 else partial())
     if divisor != 1:
         local.div_(divisor)  # while it is in the cache
@@ -221,9 +222,10 @@ class Folding:
 
     def __init__(self, comm: Communicator):
         self.comm = comm
-        self.size = 1 << (comm.size.bit_length() - 1)
+        self.size = 1 << (comm.size.bit_length() - 1)  # of the core
         self._extra = comm.size - self.size
         self._paired = comm.rank < 2 * self._extra
+        # In the core; an extra rank has its partner's.
         self.rank = comm.rank // 2 if self._paired else comm.rank - self._extra
 
     @property
@@ -252,6 +254,6 @@ class Folding:
 
 
 def core_steps(size: int) -> tuple[int, bool]:
-    """Return the base-2 logarithm of the core's size, and whether there are extra ranks."""
+    """Return the base-2 logarithm of the core's size (see `Folding`), and whether there are extra ranks."""
     steps = size.bit_length() - 1
     return steps, size != 1 << steps

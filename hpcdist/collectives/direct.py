@@ -52,7 +52,7 @@ class Direct(Algorithm):
         self._reduce(tensor, divisor=self.comm.size)
 
     def _reduce(self, tensor: Tensor, divisor: int) -> None:
-        """Sum this rank's slice over all ranks, divide it, and write it to all ranks."""
+        """Sum this rank's slice over all ranks, divide the sum, and write it into all ranks' tensors."""
         if not tensor.is_cpu:
             raise ConfigError(
                 f"tensors of the direct all-reduce must be in host memory; got one on {tensor.device}. Use native, or "
@@ -60,18 +60,18 @@ class Direct(Algorithm):
             )
         comm = self.comm
         start, end = bounds(tensor.numel(), comm.size)[comm.rank : comm.rank + 2]
-        others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all write to the same rank
+        others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # start with different ranks
         window = comm.memory.attach(tensor)
         for segment in chunks(tensor[start:end], segment_count((end - start) * tensor.itemsize, SEGMENT_BYTES)):
             offset, count = int(segment.storage_offset() - tensor.storage_offset()), segment.numel()
             if count > 0:
                 memory = self.inbox.empty_like(segment, 2 * count)
-                first, remote = memory[:count], memory[count:]
+                total, addend = memory[:count], memory[count:]  # total: at first rank 0's addend
 
                 def read(peer: int) -> Tensor:
-                    return window.read(peer, offset, count, first if peer == 0 else remote)
+                    return window.read(peer, offset, count, total if peer == 0 else addend)
 
-                sum_in_rank_order(segment, comm.rank, comm.size, read, lambda: first, divisor)
+                sum_in_rank_order(segment, comm.rank, comm.size, read, lambda: total, divisor)
                 for peer in others:
                     window.put(segment, peer, offset)
         comm.barrier()

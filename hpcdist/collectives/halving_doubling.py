@@ -48,19 +48,19 @@ class HalvingDoubling(Algorithm):
     def _halves(self, tensor: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """Return for each halving the partner, the half that this rank keeps, and the half that it sends."""
         core = self._core
-        low, high, steps = 0, core.size, []
+        low, high, halves = 0, core.size, []
         while high - low > 1:
             middle = (low + high) // 2
             partner = core.peer(core.rank ^ (high - middle))
-            start, cut, end = (tensor.numel() * place // core.size for place in (low, middle, high))  # as by `bounds`
+            start, cut, end = (tensor.numel() * block // core.size for block in (low, middle, high))  # as by `bounds`
             lower, upper = tensor[start:cut], tensor[cut:end]
             if core.rank < middle:
-                steps.append((partner, lower, upper))
+                halves.append((partner, lower, upper))
                 high = middle
             else:
-                steps.append((partner, upper, lower))
+                halves.append((partner, upper, lower))
                 low = middle
-        return steps
+        return halves
 
     def _exchange(self, send: Tensor, recv: Tensor, partner: int) -> None:
         """Send and receive; unlike in `sendrecv` the lengths may differ (halves of an odd number of elements)."""
@@ -71,8 +71,9 @@ class HalvingDoubling(Algorithm):
 
     @staticmethod
     def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
-        """Predict the cost: the ranks of a node share its link to other nodes."""
+        """Predict the cost: a node's link carries the bytes that all its ranks send to other nodes."""
         steps, folded = core_steps(size)
+        # The parts of the vector that a rank sends in each phase: in all, and to other nodes.
         share, outside = 1 - 1 / (1 << steps), 1 - min(ranks_per_node, 1 << steps) / (1 << steps)
         sent = ranks_per_node * outside + share - outside
         return Cost(2 * (steps + folded), 2 * (sent + folded) * n_bytes, (share + folded) * n_bytes)

@@ -41,14 +41,14 @@ class Hierarchical(Algorithm):
 
     def __init__(self, comm: Communicator):
         super().__init__(comm)
-        self._owners = min(Counter(comm.nodes).values())
-        account = comm.trace.traffic  # counts all transfers of the all-reduce
-        self._node = comm.split(comm.nodes[comm.rank], traffic=account)
-        self._internode = comm.split(self._node.rank if self._node.rank < self._owners else None, traffic=account)
+        self._owners = min(Counter(comm.nodes).values())  # ranks of a node that own a slice
+        traffic = comm.trace.traffic  # counts all transfers of the all-reduce
+        self._node = comm.split(comm.nodes[comm.rank], traffic=traffic)
+        self._internode = comm.split(self._node.rank if self._node.rank < self._owners else None, traffic=traffic)
         if self._internode is not None:
             self._ring, self._doubling = Ring(self._internode), RecursiveDoubling(self._internode)
         self._window = self._node.window(SLOTS * SEGMENT_BYTES, torch.uint8)
-        self._turn = 0  # continues across calls: other ranks may still read the last slot
+        self._turn = 0  # counts segments, across calls: other ranks may still read the last slot
 
     @staticmethod
     def suits(comm: Communicator) -> bool:
@@ -114,8 +114,8 @@ class Hierarchical(Algorithm):
     def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
         """Predict the cost, an upper bound: network latency and bandwidth are assumed inside nodes, too."""
         peers, slice_bytes = ranks_per_node - 1, n_bytes / ranks_per_node
-        between = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
-        steps, sent, added = between.cost(slice_bytes, size // ranks_per_node)
+        across_nodes = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
+        steps, sent, added = across_nodes.cost(slice_bytes, size // ranks_per_node)
         # The slices of a node share its link to other nodes.
         sent = 2 * peers * slice_bytes + ranks_per_node * sent
         return Cost(4 * peers + steps, sent, peers * slice_bytes + added)

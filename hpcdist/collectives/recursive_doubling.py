@@ -46,8 +46,8 @@ class RecursiveDoubling(Algorithm):
 
     @staticmethod
     def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:
-        """Predict the cost: the ranks of a node share its link to other nodes."""
+        """Predict the cost: a node's link carries the bytes that all its ranks send to other nodes."""
         steps, folded = core_steps(size)
-        inside = min(ranks_per_node.bit_length() - 1, steps)
-        sent = inside + ranks_per_node * (steps - inside) + 2 * folded
+        local_steps = min(ranks_per_node.bit_length() - 1, steps)  # steps between ranks of one node
+        sent = local_steps + ranks_per_node * (steps - local_steps) + 2 * folded
         return Cost(steps + 2 * folded, sent * n_bytes, (steps + folded) * n_bytes)

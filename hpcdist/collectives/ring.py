@@ -33,7 +33,7 @@ class Ring(Algorithm):
         self._pass_round(tensor, first=self.comm.rank, add=False)
 
     def _pass_round(self, tensor: Tensor, first: int, add: bool) -> None:
-        """Send chunk `first` to the right and forward chunks that arrive from the left, size - 1 times."""
+        """Send chunk `first` to the right, then forward what arrives from the left (`add`: plus this rank's chunk)."""
         comm, size = self.comm, self.comm.size
         right, left = (comm.rank + 1) % size, (comm.rank - 1) % size
         parts = chunks(tensor, size)
@@ -43,7 +43,7 @@ class Ring(Algorithm):
         route = [chunks(parts[(first - step) % size], segments) for step in range(size)]
         leaving = [segment for chunk in route[:-1] for segment in chunk]
         arriving = [segment for chunk in route[1:] for segment in chunk]
-        ahead = min(segments, AHEAD)  # further sends need the first receive
+        ahead = min(segments, AHEAD)  # not more: leaving[i + segments] is arriving[i]
         landing = self._landing(tensor, arriving, -(-longest // segments)) if add else arriving
 
         receives = [comm.irecv(buffer, left, TAG) for buffer in landing[:ahead]]

@@ -68,7 +68,7 @@ class SharedMemory(Algorithm):
             )  # fmt: skip
 
     def _gathered(self, segment: Tensor) -> Callable[[int], Tensor]:
-        """Without slots: publish a segment in the window; return a function that reads other ranks' segments."""
+        """Publish a segment in the window, used without slots; return a function that reads a rank's segment."""
         window, start, n_bytes = cast(Window, self._window), self._turn % SLOTS * SEGMENT_BYTES, segment.nbytes
         self._turn += 1
         window.put(segment.view(torch.uint8), self.comm.rank, start)
@@ -76,6 +76,7 @@ class SharedMemory(Algorithm):
         return lambda peer: window.read(peer, start, n_bytes).view(segment.dtype)
 
     def _refuse(self, tensor: Tensor) -> None:
+        # Collective: each rank contributes its length and dtype to the message.
         tensors = self.comm.gather(f"{tensor.numel()} of {type_of(tensor.dtype)}")
         raise MismatchError(
             "tensors that are summed must have the same length and dtype on all ranks; got, in rank order, "
@@ -84,9 +85,9 @@ class SharedMemory(Algorithm):
 
     def close(self) -> None:
         self._known.clear()
-        for held in (self._slots, self._window):
-            if held is not None:
-                held.close()
+        for resource in (self._slots, self._window):
+            if resource is not None:
+                resource.close()
 
     @staticmethod
     def cost(n_bytes: float, size: int, ranks_per_node: int = 1) -> Cost:

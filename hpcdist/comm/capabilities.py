@@ -51,7 +51,7 @@ class RankMemory(abc.ABC):
         """
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Collective. Return zeros, shape (count,), of which the whole or the same part on all ranks can be attached.
+        """Collective. Return a tensor of zeros, shape (count,). It, or the same slice on all ranks, suits `attach`.
 
         If `can_attach`, the other ranks map this memory, and read and write it in place, two to three times as fast;
         otherwise it is an ordinary tensor. It may outlive the communicator.

@@ -26,22 +26,9 @@ from hpcdist.comm.work import CallQueue
 from hpcdist.errors import CommunicationError, HpcdistError
 
 __all__ = [
-    "ANY",
-    "TAG_LIMIT",
-    "Communicator",
-    "Envelope",
-    "Failures",
-    "Memory",
-    "Neighbourhood",
-    "Platform",
-    "Put",
-    "RankMemory",
-    "Request",
-    "Trace",
-    "Traffic",
-    "Window",
-    "check_flat",
-]
+    "ANY", "TAG_LIMIT", "Communicator", "Envelope", "Failures", "Memory", "Neighbourhood", "Platform", "Put",
+    "RankMemory", "Request", "Trace", "Traffic", "Window", "check_flat",
+]  # fmt: skip
 T = TypeVar("T")
 C = TypeVar("C", bound="Communicator")
 
@@ -104,10 +91,9 @@ class Communicator(abc.ABC):
     def gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's `value` in rank order, on every rank; None for ranks that died.
 
-        Equal values are one object.
-
         Args:
-            value: a small value of JSON's types; or bytes, then on all ranks.
+            value: a small value that JSON can represent; or bytes, if it is bytes on all ranks. Ranks with equal values
+                share one object in the list.
 
         Example:
             >>> comm.gather({"loss": 0.5 + comm.rank})
@@ -142,14 +128,14 @@ class Communicator(abc.ABC):
             result = work()
         except HpcdistError as error:
             failure = error
-            # The class, or its nearest base class that is constructed from a message alone.
+            # Other ranks raise this class, or its nearest base class without an `__init__`: it needs only a message.
             kind = next(cls.__name__ for cls in type(error).__mro__ if "__init__" not in vars(cls))
         failures = self.gather(None if failure is None else [kind, str(failure)])
         if failure is not None:
             raise failure
-        for rank, other in enumerate(failures):
-            if other is not None:
-                kind, message = other
+        for rank, reported in enumerate(failures):
+            if reported is not None:
+                kind, message = reported
                 remote: HpcdistError = getattr(errors, kind, HpcdistError)(f"on rank {rank}: {message}")
                 remote.on_other_rank = True
                 raise remote
@@ -172,7 +158,6 @@ class Communicator(abc.ABC):
 
         Args:
             color: ranks with the same number form one communicator.
-            key: orders the ranks of the new communicator.
             traffic: counts its transfers; by default a new `Traffic`.
 
         Example on 4 ranks:
@@ -215,7 +200,7 @@ class Communicator(abc.ABC):
             window.put(values, rank, offset)
 
     def queue(self) -> CallQueue:
-        """Create a queue of calls on this communicator; do not use it otherwise while calls are in flight."""
+        """Create a queue of calls on this communicator; do not use the communicator directly while they run."""
         return CallQueue(self.platform.concurrent and self.size > 1)
 
     # --- time -----------------------------------------------------------------------------------------------------
@@ -230,7 +215,7 @@ class Communicator(abc.ABC):
         return 0.0
 
     def overlapping(self) -> AbstractContextManager[None]:
-        """Context in which messages in flight make progress while this rank computes, at any CPU cost."""
+        """Context in which messages in flight make progress while this rank computes, even if that costs CPU time."""
         return nullcontext()
 
     def now(self) -> float:

@@ -123,11 +123,14 @@ def unlaunched(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def contradiction(size: int, environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return the launcher's number of ranks and its name if MPI's world size differs from it, else None."""
+    """Return the launcher's number of ranks and its name if MPI's world size differs from it, else None.
+
+    If MPI and its launcher agree on one rank, or there is no launcher, the variables of `PLURAL` count.
+    """
     launched = launched_size(environ)
     if size == 1 and (launched or (1, ""))[0] == 1:
-        whole = (each for each in PLURAL if all(environ.get(name, "").isdigit() for name in (each.rank, each.size)))
-        launched = max(((int(environ[each.size]), each.launcher) for each in whole), default=None)
+        complete = (each for each in PLURAL if all(environ.get(name, "").isdigit() for name in (each.rank, each.size)))
+        launched = max(((int(environ[each.size]), each.launcher) for each in complete), default=None)
     return None if launched is None or launched[0] == size else launched
 
 
@@ -167,10 +170,10 @@ def job_end(environ: Mapping[str, str]) -> float | None:
         return None
     if "SLURM_JOB_END_TIME" in environ:  # of newer Slurms
         return float(number(environ, "SLURM_JOB_END_TIME"))
-    command, seconds = ["squeue", "--noheader", "--jobs", job, "--format", "%e"], {"SLURM_TIME_FORMAT": "%s"}
+    command, as_timestamp = ["squeue", "--noheader", "--jobs", job, "--format", "%e"], {"SLURM_TIME_FORMAT": "%s"}
     try:
         reply = subprocess.run(
-            command, env={**environ, **seconds}, capture_output=True, text=True, timeout=SLURM_REPLY_S, check=True
+            command, env={**environ, **as_timestamp}, capture_output=True, text=True, timeout=SLURM_REPLY_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None

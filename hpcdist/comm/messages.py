@@ -51,17 +51,17 @@ class Requests(Request):
 
 def check_graph(comm: Communicator, sources: Sequence[int], destinations: Sequence[int]) -> None:
     """Collective. Check that the sources and destinations of all ranks match; raise on all ranks otherwise."""
-    lists_of = comm.gather([list(sources), list(destinations)])
-    ranks = {rank: lists_of[rank] for rank in comm.failures.alive}
-    for rank, lists in ranks.items():
+    gathered = comm.gather([list(sources), list(destinations)])
+    alive_lists = {rank: gathered[rank] for rank in comm.failures.alive}
+    for rank, lists in alive_lists.items():
         for name, peers in zip(("sources", "destinations"), lists, strict=True):
-            if len(set(peers)) < len(peers) or not set(peers) <= set(ranks) - {rank}:
+            if len(set(peers)) < len(peers) or not set(peers) <= set(alive_lists) - {rank}:
                 raise CommunicationError(
                     f"{name} must be distinct ranks other than the rank itself; got {peers} on rank {rank} of "
                     f"{comm.size}."
                 )
-    for rank, (_, peers) in ranks.items():
-        expected = [peer for peer in ranks if rank in ranks[peer][0]]
+    for rank, (_, peers) in alive_lists.items():
+        expected = [peer for peer in alive_lists if rank in alive_lists[peer][0]]
         if sorted(peers) != expected:
             raise MismatchError(
                 f"destinations of rank {rank} must be the ranks that have rank {rank} as a source, {expected}; got "

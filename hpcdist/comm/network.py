@@ -139,7 +139,7 @@ def accept(connection: socket.socket, token: bytes) -> bool:
 
 
 def connect(address: str, port: int, token: bytes, longest_s: float = math.inf) -> socket.socket | None:
-    """Connect to the listener with this token; None if the listener lacks it, or closes the connection.
+    """Connect to a listener and exchange proofs of the token; None if it lacks the token or closes the connection.
 
     Raises OSError if the address does not accept connections.
     """
@@ -205,11 +205,12 @@ def _proof(token: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 def _read(connection: socket.socket, n_bytes: int, seconds: float) -> bytes:
+    # Receive `n_bytes`; the rest is zeros, which prove nothing, at the end of the stream or after `seconds`
     data, until = bytearray(n_bytes), time.monotonic() + seconds
     view = memoryview(data)
     while view and time.monotonic() < until:  # a slow sender must not keep the thread busy forever
         received = connection.recv_into(view)
-        view = view[received or len(view) :]  # at the end of the stream zeros remain, which prove nothing
+        view = view[received or len(view) :]  # 0 bytes: the end of the stream
     return bytes(data)
 
 

@@ -66,7 +66,7 @@ class SingleRankCommunicator(Communicator):
         return next((message for message in self.sent if tag in (ANY, message.tag)), None)
 
     def wait_for(self, ready: Callable[[], bool], what: str, deadline_s: float | None = None) -> None:
-        """Block until `ready()` is true; count the time as waiting."""
+        """Block until `ready()` is true; count the time as waiting. `what` names the awaited event in errors."""
         limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
         self.trace.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank 0, alone: {what}")
 

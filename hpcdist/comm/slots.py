@@ -47,9 +47,7 @@ class Rows(NamedTuple):
 
     table: Any  # shape (ranks, count)
     rows: list[Any]
-    parts: (
-        Any  # shape (ranks, ranks, count / ranks): [r, s] is rank r's part for rank s; None if ranks don't divide count
-    )
+    parts: Any  # [r, s]: rank r's part for rank s, shape (ranks, ranks, count / ranks); None if not divisible
     gathered: GatheredRows  # the bytes of all rows
 
 
@@ -68,23 +66,23 @@ class RowBuffers:
 
     def __init__(self, tables: Sequence[Any], memory: Sequence[np.ndarray], count: int):
         self._tables, self._memory, self._count = tables, memory, count
-        (ranks, room), width = tables[0].shape, tables[0].itemsize
-        row = max(1, -(-count * width // LINE)) * LINE  # bytes
-        self._stride = row // width
-        max_buffers = min(MAX_BUFFERS, room // self._stride, SPREAD_BYTES // ranks // row) if row >= SHORT_ROW else 1
-        self._rows: list[Rows | None] = [None] * (1 << max(1, max_buffers.bit_length()))  # both tables: a power of two
+        (ranks, length), itemsize = tables[0].shape, tables[0].itemsize
+        row = max(1, -(-count * itemsize // LINE)) * LINE  # bytes
+        self._stride = row // itemsize
+        max_buffers = min(MAX_BUFFERS, length // self._stride, SPREAD_BYTES // ranks // row) if row >= SHORT_ROW else 1
+        self._rows: list[Rows | None] = [None] * (1 << max(1, max_buffers.bit_length()))  # in both tables: 2, 4, 8...
 
     def __getitem__(self, call: int) -> Rows:
         """Return the buffer of call number `call`."""
         call %= len(self._rows)
         buffer = self._rows[call]
         if buffer is None:
-            start, ranks = (call >> 1) * self._stride, len(self._tables[0])
+            start, ranks = (call >> 1) * self._stride, len(self._tables[0])  # `call & 1` chooses the table
             table, parts = self._tables[call & 1][:, start : start + self._count], None
             if self._count % ranks == 0:
                 parts = table.reshape(ranks, ranks, self._count // ranks)
-            width = table.itemsize
-            gathered = GatheredRows(self._memory[call & 1][:, start * width : (start + self._count) * width])
+            itemsize = table.itemsize
+            gathered = GatheredRows(self._memory[call & 1][:, start * itemsize : (start + self._count) * itemsize])
             buffer = self._rows[call] = Rows(table, list(table), parts, gathered)
         return buffer
 

@@ -27,9 +27,9 @@ MESSAGE, WINDOW, COLLECTIVE, WAIT = "message", "window", "collective", "wait"  #
 
 
 def start_timeline(comm: Communicator, path: Path, max_events: int | None = None) -> Communicator:
-    """Collective. Return a communicator of the same ranks that records its calls; measures the ranks' clocks.
+    """Collective. Return a communicator of the same ranks that records its calls; measure how far clocks differ.
 
-    Each rank writes a file next to `path`, until `end_timeline` merges them.
+    Each rank writes a file next to `path`; `end_timeline` merges these files into `path`.
 
     Args:
         max_events: maximum number of events in a rank's file; by default 200,000, at most a million over all ranks.
@@ -64,12 +64,12 @@ def end_timeline(comm: Communicator) -> None:
     )
     timelines = [RankTimeline(**values) for values in comm.gather(local.model_dump()) if values is not None]
     seconds = "real" if comm.platform.virtual is None else "virtual"
-    first = comm.rank == comm.failures.alive[0]
-    comm.raise_on_all_ranks(lambda: merge_timelines(timeline.path, timelines, seconds=seconds) if first else None)
+    writes = comm.rank == comm.failures.alive[0]
+    comm.raise_on_all_ranks(lambda: merge_timelines(timeline.path, timelines, seconds=seconds) if writes else None)
 
 
 def _measure_clock(comm: Communicator, timeline: Timeline) -> None:
-    """Collective. Measure how far this rank's clock is ahead of rank 0's."""
+    """Collective. Measure how far this rank's clock is ahead of rank 0's, and add that to its timeline."""
     ahead = ahead_of_first(comm, comm.now)
     timeline.clock.append((comm.now(), ahead.seconds))
     timeline.error_s = max(timeline.error_s, ahead.error_s)
@@ -81,8 +81,8 @@ class Traced:
     Args:
         name: name of the event.
         category: category of the event; "" (default): record no event.
-        describe: maps the object and the call's arguments to the event's details; None: do not record this call.
-        result: maps the object, the result of `plain` and the details to the method's result.
+        describe: returns the event's details for the wrapper and the call's arguments; None: do not record this call.
+        result: returns the method's result for the wrapper, the result of `plain`'s method, and the details.
     """
 
     def __init__(
@@ -138,10 +138,9 @@ class TracedCommunicator(Wrapper, Communicator):
         self._numbers_receives = True
 
     sendrecv: Any = Traced(
-        "send and receive",
-        MESSAGE,
+        "send and receive", MESSAGE,
         lambda comm, send, dest, recv, source, tag=0: comm._sent(send, dest, tag) | comm._received(source, tag),
-    )
+    )  # fmt: skip
     isend: Any = Traced(
         "send", MESSAGE, lambda comm, tensor, dest, tag=0: comm._sent(tensor, dest, tag),
         lambda comm, request, details: TracedRequest(comm, request, "wait for a send", {"to": details["to"]}),
@@ -158,10 +157,9 @@ class TracedCommunicator(Wrapper, Communicator):
         "all-reduce (MPI's own)", COLLECTIVE, lambda comm, tensor: comm._numbered(bytes=tensor.nbytes)
     )
     broadcast: Any = Traced(
-        "broadcast",
-        COLLECTIVE,
+        "broadcast", COLLECTIVE,
         lambda comm, tensor, root=0: comm._numbered(bytes=tensor.nbytes, root=comm.number(root)),
-    )
+    )  # fmt: skip
     _gather: Any = Traced("gather", COLLECTIVE, lambda comm, data: comm._numbered(bytes=len(data)))
     barrier: Any = Traced("barrier", WAIT, lambda comm: comm._numbered())
     neighbourhood: Any = Traced(
@@ -186,6 +184,7 @@ class TracedCommunicator(Wrapper, Communicator):
 
     def put_all(self, puts: Iterable[Put]) -> None:
         def plain() -> Iterator[Put]:
+            # Yield the puts with the windows that the wrappers contain; count them in `details`
             for put in puts:
                 if (rank := self.number(put.rank)) not in details["to"]:
                     details["to"].append(rank)
@@ -204,6 +203,7 @@ class TracedCommunicator(Wrapper, Communicator):
         return {"to": self.number(dest), "bytes": tensor.nbytes, "sent": self._message(self.rank, dest, tag)}
 
     def _received(self, source: int, tag: int) -> Details:
+        # Describe a receive by its source and, while no receive has used ANY, by its message's name
         if source == ANY or tag == ANY:
             self._numbers_receives = False  # from here on it is unknown which message a receive got
         if not self._numbers_receives:
@@ -211,7 +211,7 @@ class TracedCommunicator(Wrapper, Communicator):
         return {"from": self.number(source), "received": self._message(source, self.rank, tag)}
 
     def _message(self, source: int, dest: int, tag: int) -> str:
-        """Name the next message from `source` to `dest`; messages with equal tags arrive in order."""
+        """Return a name for the next message, the same at both ends: messages with equal tags arrive in order."""
         key = source, dest, tag
         self._messages[key] += 1
         return f"{self._name}: {source} to {dest}, tag {tag}, message {self._messages[key]}"
@@ -221,7 +221,7 @@ class TracedCommunicator(Wrapper, Communicator):
         return envelope
 
     def _numbered(self, **details: Any) -> Details:
-        """Number a collective call; the number is the same on all ranks."""
+        """Return a collective call's details, with its number, which is the same on all ranks."""
         lost = len(self.failures.lost)
         if lost != self._lost:  # ranks may have failed in different calls
             self._lost, self._calls = lost, 0
@@ -243,7 +243,7 @@ class TracedRequest(Request):
         if done and not self._recorded:
             self._recorded = True
             with self._trace.span(self._name, MESSAGE, **self._details):
-                pass
+                pass  # an event without duration: the moment of completion
         return done
 
     def wait(self) -> None:
@@ -258,13 +258,12 @@ class TracedNeighbourhood(Wrapper):
     """Record exchanges with neighbours."""
 
     start = Traced(
-        "send to neighbours",
-        MESSAGE,
+        "send to neighbours", MESSAGE,
         lambda around, send, received: {"to": around.ends["to"], "bytes": send.nbytes},
         lambda around, request, details: TracedRequest(
             around.comm, request, "receive from neighbours", {"from": around.ends["from"]}
         ),
-    )
+    )  # fmt: skip
 
     def __init__(self, comm: TracedCommunicator, plain: Any, ends: Details):
         super().__init__(comm, plain)
@@ -282,10 +281,9 @@ class TracedWindow(Wrapper):
 
     get = Traced("get", WINDOW, lambda window, out, rank, offset=0: window.moved("from", rank, out.nbytes))
     read = Traced(
-        "get",
-        WINDOW,
+        "get", WINDOW,
         lambda window, rank, offset, count, out=None: window.moved("from", rank, count * window.local.itemsize),
-    )
+    )  # fmt: skip
     put = Traced("put", WINDOW, lambda window, values, rank, offset=0: window.moved("to", rank, values.nbytes))
     accumulate = Traced(
         "accumulate", WINDOW, lambda window, values, rank, offset=0: window.moved("to", rank, values.nbytes)
@@ -295,13 +293,10 @@ class TracedWindow(Wrapper):
         "compare and swap", WINDOW, lambda window, expected, desired, rank, offset=0: window.moved("to", rank, 8)
     )
     wait = Traced(
-        "wait",
-        WAIT,
-        lambda window, predicate, *, rank=None, what="a change in a window", **options: {
-            "for": what,
-            "in the memory of": window.comm.number(window.comm.rank if rank is None else rank),
+        "wait", WAIT, lambda window, predicate, *, rank=None, what="a change in a window", **options: {
+            "for": what, "in the memory of": window.comm.number(window.comm.rank if rank is None else rank),
         },
-    )
+    )  # fmt: skip
 
     def moved(self, direction: str, rank: int, n_bytes: int) -> Details | None:
         """Describe a transfer of n bytes, `from` or `to` a rank; None for the local memory."""
@@ -334,13 +329,13 @@ class Ahead(NamedTuple):
 
 
 def measure_ahead(comm: Communicator, others: Sequence[int], clock: Callable[[], float]) -> dict[int, Ahead]:
-    """Collective. Measure how far the clocks of ranks `others` are ahead of rank 0's; rank 0 gets the result.
+    """Collective. Return, on rank 0, how far the clock of each rank in `others` is ahead of rank 0's.
 
-    Ranks not in `others` return immediately.
+    Other ranks return an empty dict; those not in `others` immediately.
     """
     remote_s, offsets = torch.empty(1, dtype=torch.float64), {}
     for other in others:
-        trips = []
+        trips = []  # (seconds of a round trip, seconds by which the other clock is then ahead)
         for _ in range(ROUND_TRIPS):
             if comm.rank == 0:
                 start = clock()
@@ -352,7 +347,7 @@ def measure_ahead(comm: Communicator, others: Sequence[int], clock: Callable[[],
                 comm.irecv(torch.empty(1), 0, REQUEST).wait()
                 comm.isend(torch.tensor([clock()], dtype=torch.float64), 0, REPLY).wait()
         if trips:
-            took_s, ahead_s = min(trips)
+            took_s, ahead_s = min(trips)  # the shortest trip has the smallest error: at most half its time
             offsets[other] = Ahead(ahead_s, took_s / 2)
     return offsets
 
@@ -360,11 +355,11 @@ def measure_ahead(comm: Communicator, others: Sequence[int], clock: Callable[[],
 def ahead_of_first(comm: Communicator, clock: Callable[[], float]) -> Ahead:
     """Collective. Return how far this rank's clock is ahead of rank 0's; ranks of one node share a clock.
 
-    0 on virtual ranks, which share one, too.
+    Always 0 without MPI: virtual ranks share one clock, too.
     """
     if comm.mpi is None:
         return Ahead(0.0, 0.0)
-    leaders = {node: comm.nodes.index(node) for node in comm.nodes}
+    leaders = {node: comm.nodes.index(node) for node in comm.nodes}  # the first rank of each node
     offsets = measure_ahead(comm, sorted(set(leaders.values()) - {0}), clock)
     of_leaders = comm.gather({str(leader): list(offset) for leader, offset in offsets.items()})[0]
     return Ahead(*of_leaders.get(str(leaders[comm.nodes[comm.rank]]), (0.0, 0.0)))

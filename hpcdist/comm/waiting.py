@@ -23,8 +23,6 @@ def wait_until(
     cores: the kernel schedules a sleeper when its time is up, and lets a rank that yields wait for all others.
 
     Args:
-        ready: the condition.
-        deadline_s: seconds after which DeadlineError is raised.
         describe: names the awaited event, for the error.
         longest_s: longest pause between two checks.
         sleep: `sleep(seconds)` sleeps until another rank wakes this one, which it does after a change that `ready()`
@@ -44,7 +42,7 @@ def wait_until(
             os.sched_yield()
         elif sleep is not None:
             if sleep(longest_s):
-                spins_until_s = time.perf_counter() - start + SPIN_S
+                spins_until_s = time.perf_counter() - start + SPIN_S  # woken by a change: check often again
         else:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.25, longest_s)

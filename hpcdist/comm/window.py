@@ -25,9 +25,7 @@ class Memory(abc.ABC):
     The public methods check arguments and count bytes; subclasses implement `_get`, `_put`...
 
     Args:
-        local: this rank's exposed memory.
         lengths: number of elements of each rank's memory.
-        rank: this rank.
         traffic: counts the bytes of the calls.
     """
 
@@ -127,7 +125,7 @@ class Window(Memory):
             self._traffic.sent(values.nbytes)
 
     def change(self, function: Callable[..., object], rank: int, *operands: Tensor) -> bool:
-        """Change `rank`'s memory in place by `function(elements, *parts)`. Atomic per element among accumulates.
+        """Change `rank`'s memory in place by `function(elements, *parts)`. Atomic per element towards `accumulate`.
 
         The function is called for consecutive chunks: `elements` of the memory and the matching part of each operand.
         Counts as a get and a put of the whole memory.
@@ -150,6 +148,7 @@ class Window(Memory):
         return self._checked_atomic("compare_and_swap", rank, offset, expected, desired)
 
     def _checked_atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
+        # Check the operands of an atomic operation, run it, count its bytes, and return the value before
         self._check(rank, offset, count=1)
         if self.local.dtype != torch.int64:
             raise CommunicationError(f"{what} must be used on an int64 window; got a window of {self.local.dtype}.")

@@ -61,7 +61,7 @@ class Work(_Base):
     ):  # fmt: skip
         super().__init__()
         self.tensors = tensors
-        if block is not None or queued:
+        if block is not None or queued:  # otherwise it is complete, as the class attributes say
             self._poll, self._block, self._after, self.source, self._queued = poll, block, after, source, queued
 
     @classmethod
@@ -75,9 +75,10 @@ class Work(_Base):
         return cls(tensors, lambda: all(work.is_completed() for work in works), block)
 
     def __del__(self, keep: Callable[[Work], None] = RELEASED.append) -> None:
+        # Keep a queued work alive for C++ (see `RELEASED`), without its tensors if these are large
         if self._queued:
-            written = self.tensors if isinstance(self.tensors, (list, tuple)) else [self.tensors]
-            if not all(isinstance(tensor, torch.Tensor) and tensor.nbytes <= KEPT_BYTES for tensor in written):
+            results = self.tensors if isinstance(self.tensors, (list, tuple)) else [self.tensors]
+            if not all(isinstance(tensor, torch.Tensor) and tensor.nbytes <= KEPT_BYTES for tensor in results):
                 self.tensors = []
             keep(self)
 
@@ -95,7 +96,7 @@ class Work(_Base):
                 callback()
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Block until the call is complete; raise the call's exception, or DeadlineError past a timeout."""
+        """Block until the call is complete; raise its exception, or DeadlineError past a timeout (0: none)."""
         block = self._block
         if block is not None:
             poll = self._poll
@@ -104,7 +105,7 @@ class Work(_Base):
             else:
                 self.waited = True
                 block()
-            if not self._queued:
+            if not self._queued:  # else the queue's thread has done this
                 self.run(self._after)
         if self.error is not None:
             self.raise_error()
@@ -146,21 +147,22 @@ class Work(_Base):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future of the result. Blocks first for a message and for a work of several works."""
+        """Return a future of the result. Waits first for the result of a work that no queue's thread completes."""
         if not self._queued:
             self.wait()
-        complete: torch.futures.Future = torch.futures.Future()
+        completion: torch.futures.Future = torch.futures.Future()
         # C++ sees an exception from a callback as an error, but one from `set_exception` as a value.
-        future = complete.then(partial(self._value, self.tensors))
+        future = completion.then(partial(self._value, self.tensors))
         with _LOCK:
             in_flight = self._block is not None
             if in_flight:
-                self._callbacks = (*self._callbacks, partial(_CALLBACKS.submit, complete.set_result, None))
+                self._callbacks = (*self._callbacks, partial(_CALLBACKS.submit, completion.set_result, None))
         if not in_flight:
-            complete.set_result(None)
+            completion.set_result(None)
         return future
 
     def _value(self, tensors: Any, _: object) -> Any:
+        # Return the future's value, or raise the call's exception. Called with the future that ends with the call.
         self.raise_error()
         return tensors
 
@@ -251,12 +253,12 @@ class CallQueue:
                 return
 
     def _execute(self, work: Work, call: Callable[[], object] | None) -> None:
-        """Run a call, or fail it with the error of an earlier one that was not retrieved."""
-        last = self._failed[-1] if self._failed else None
-        if last is not None and not last.retrieved and not isinstance(last.error, (ConfigError, MismatchError)):
-            work.error, call = last.error, None
+        """Run a call; if the error of an earlier one was not retrieved, fail with that error instead."""
+        failed = self._failed[-1] if self._failed else None
+        if failed is not None and not failed.retrieved and not isinstance(failed.error, (ConfigError, MismatchError)):
+            work.error, call = failed.error, None
         work.run(call)
-        if work.error is not None and (last is None or work.error is not last.error):
+        if work.error is not None and (failed is None or work.error is not failed.error):  # the call itself has failed
             self._failed.append(work)
 
     # --- overridden for threads of virtual ranks ----------------------------------------------------------------------

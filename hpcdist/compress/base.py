@@ -128,9 +128,7 @@ class Compressor(abc.ABC):
         """Add 1 to the count of each element whose value a message contains; by default to all.
 
         A sparse compressor overrides it: a message contains the chosen elements, and the elements known to be 0.
-
-        Args:
-            counts: shape (count,), float32 or float64, on the CPU.
+        `counts`: shape (count,), float32 or float64, on the CPU.
         """
         counts.add_(1)
 
@@ -141,10 +139,10 @@ class Compressor(abc.ABC):
 
     @final
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict()`, except tensors of another shape, from other parameters."""
+        """Restore the result of `state_dict()`, except tensors whose shape has changed, as with other parameters."""
         for name in self.remembers:
-            pair = getattr(self, name), state[name]
-            if len({value.shape for value in pair if isinstance(value, Tensor)}) < 2:
+            values = getattr(self, name), state[name]
+            if len({value.shape for value in values if isinstance(value, Tensor)}) < 2:
                 setattr(self, name, deepcopy(state[name]))
 
 
@@ -174,11 +172,9 @@ class Recoded(Compressor):
         return self.encode_residual_(tensor)
 
     def start_sum(self, local: Tensor, ranks: int) -> Tensor:
-        """Return the first addend of the sum over `ranks` ranks: this rank's chunk.
+        """Return the first addend of a sum over `ranks` ranks: `local`, this rank's chunk, as encoded and decoded.
 
-        Returns:
-            The decoded message of `local` as a new tensor, and the error in `local`; or `local`, in compressors that
-            do not encode it before the sum.
+        That is a new tensor; `local` is overwritten with the error. Or `local`, if it is not encoded before the sum.
         """
         total = torch.empty_like(local)
         self.decode(self.share(local, ranks), total)

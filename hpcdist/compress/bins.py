@@ -41,16 +41,16 @@ class Bins(Compressor):
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         values, bins = tensor.numpy(), 1 << self.config.bits
         codes, means = np.empty(self.count, np.int32), np.empty((len(self.spans), bins), np.float32)
-        for span, of_span in zip(self.spans, means, strict=True):
+        for span, span_means in zip(self.spans, means, strict=True):
             part = values[span.start : span.stop]
-            assigned, centres = quantise(part, bins)
-            codes[span.start : span.stop], of_span[:] = assigned, centres
-            part -= centres.astype(part.dtype)[assigned]
+            part_codes, part_means = quantise(part, bins)
+            codes[span.start : span.stop], span_means[:] = part_codes, part_means
+            part -= part_means.astype(part.dtype)[part_codes]
         return torch.from_numpy(np.concatenate([means.reshape(-1).view(np.uint8), encode_codes(codes, bins)]))
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         data, values, bins = message.numpy(), out.numpy(), 1 << self.config.bits
-        head = 4 * bins * len(self.spans)
+        head = 4 * bins * len(self.spans)  # bytes of the means
         codes = decode_codes(data[head:].copy(), bins)
         for span, means in zip(self.spans, data[:head].copy().view(np.float32).reshape(-1, bins), strict=True):
             values[span.start : span.stop] += weight * means.astype(values.dtype)[codes[span.start : span.stop]]

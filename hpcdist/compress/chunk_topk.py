@@ -83,10 +83,10 @@ class ChunkTopk(Compressor):
             return sparse.pack(indices, self.count, sent)
         chosen = values[indices]
         codes, means = np.empty(len(indices), np.int32), np.empty((len(self.spans), _BINS), np.float32)
-        for of_span, chosen_slice in zip(means, self._parameter_slices(indices), strict=True):
-            assigned, centres = quantise(chosen[chosen_slice], _BINS)
-            codes[chosen_slice], of_span[:] = assigned, centres
-            chosen[chosen_slice] -= centres.astype(chosen.dtype)[assigned]
+        for span_means, chosen_slice in zip(means, self._parameter_slices(indices), strict=True):
+            part_codes, part_means = quantise(chosen[chosen_slice], _BINS)
+            codes[chosen_slice], span_means[:] = part_codes, part_means
+            chosen[chosen_slice] -= part_means.astype(chosen.dtype)[part_codes]
         values[indices] = chosen
         coded = encode_codes(codes, _BINS)
         return sparse.pack(indices, self.count, np.array([len(coded)], np.uint32), coded, means.reshape(-1))
@@ -101,13 +101,15 @@ class ChunkTopk(Compressor):
             return
         _, coded, means = payload
         codes, sent = decode_codes(coded, _BINS), np.empty(len(indices), values.dtype)
-        for of_span, chosen_slice in zip(means.reshape(-1, _BINS), self._parameter_slices(indices), strict=True):
-            sent[chosen_slice] = of_span[codes[chosen_slice]]
+        for span_means, chosen_slice in zip(means.reshape(-1, _BINS), self._parameter_slices(indices), strict=True):
+            sent[chosen_slice] = span_means[codes[chosen_slice]]
         values[indices] += sent * weight
 
     def _unpack(self, message: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
+        # Returns the indices, and the values; with 2bit the size of the codes, the codes, and the means.
         if self.config.values != "2bit":
             return sparse.unpack(message, self.count, ((FLOATS[self.config.values], -1),))
+        # Bytes of the codes, the first number of the payload; it follows the number of indices.
         size = int(message.numpy()[4:8].copy().view(np.uint32)[0]) if len(message) else 0
         return sparse.unpack(
             message, self.count, ((np.uint32, 1), (np.uint8, size), (np.float32, _BINS * len(self.spans)))
@@ -134,7 +136,7 @@ class ChunkTopk(Compressor):
 
 
 def _chosen(blocks: Blocks, config: ChunkTopk.Config) -> int:
-    """Return the number of elements of each block in a message."""
+    """Return the number of elements of each block to send; a smaller block is sent whole."""
     return max(1, round(config.ratio * blocks.height * blocks.width)) if config.keep is None else config.keep
 
 
@@ -151,6 +153,7 @@ def _largest(tensor: Tensor, span: Span, config: ChunkTopk.Config) -> np.ndarray
     else:
         magnitudes = (rows.abs().permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
                       for (rows,) in blocks.chunks(tensor[span.start : span.stop]))  # fmt: skip
+        # By block: the indices in it of the chosen elements.
         inside = torch.cat([rows.topk(chosen, sorted=False).indices for rows in magnitudes])
         block = torch.arange(len(inside))[:, None]
         row = block // across * height + inside // width

@@ -73,8 +73,8 @@ class Dgc(Largest):
         """Return the factor that clips a gradient to `clip_norm`."""
         if self.config.clip_norm is None:
             return 1.0
-        size = mean(gradient, 2)  # the norm itself might not be finite
-        return min(1.0, self.config.clip_norm / size / math.sqrt(gradient.numel())) if size else 1.0
+        rms = mean(gradient, 2)  # the norm itself might not be finite
+        return min(1.0, self.config.clip_norm / rms / math.sqrt(gradient.numel())) if rms else 1.0
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         message, indices = self._encode_(tensor.numpy(), self._ratio())

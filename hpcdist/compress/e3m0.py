@@ -44,7 +44,7 @@ class E3m0(Compressor):
             values = tensor.numpy()
             table = _values(scales[0], values.dtype)
             _pack(values, table, packed)
-            add_by_bit(packed, values, _pairs(-table))
+            add_by_bit(packed, values, _pairs(-table))  # leaves the error
         return torch.from_numpy(message)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
@@ -65,12 +65,7 @@ def _pairs(values: np.ndarray) -> np.ndarray:
 
 
 def _pack(values: np.ndarray, table: np.ndarray, packed: np.ndarray) -> None:
-    """Write the codes of values, two to a byte.
-
-    Args:
-        table: the value of each code.
-        packed: uint8. Overwritten.
-    """
+    """Overwrite `packed`, uint8, by the codes of `values`, two to a byte; `table`: the value of each code."""
     # The smallest magnitude that rounds to each code: halfway, 3/4 of the code's value, but 1/2 for the first code.
     bounds = table[1:_SIGN] * np.array([0.5, *[0.75] * 6], table.dtype)
     count = min(CACHED, len(values))
@@ -81,11 +76,12 @@ def _pack(values: np.ndarray, table: np.ndarray, packed: np.ndarray) -> None:
         magnitude, mask = magnitudes[: len(part_codes)], reached[: len(part_codes)]
         np.abs(part, out=magnitude)
         np.less(part, 0, out=mask)
-        np.left_shift(mask.view(np.uint8), _SIGN.bit_length() - 1, out=part_codes)
+        np.left_shift(mask.view(np.uint8), _SIGN.bit_length() - 1, out=part_codes)  # the sign bit
         for bound in bounds:  # faster than a search per element
             np.greater_equal(magnitude, bound, out=mask)
             part_codes += mask.view(np.uint8)
         if len(part_codes) % 2:
             codes[len(part_codes)] = 0
+        # Two codes, a byte each, as a 16-bit number: its low byte gets the second one's bits, too.
         pairs = codes[: len(part_codes) + len(part_codes) % 2].view("<u2")
         packed[chunk.start // 2 : -(-chunk.stop // 2)] = pairs | pairs >> 4

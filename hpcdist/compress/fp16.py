@@ -55,7 +55,8 @@ class Cast(Recoded):
         info, wide = torch.finfo(self.dtype), torch.finfo(tensor.dtype)
         # The sum over the ranks must be finite, with every addend rounded up.
         limit = min(info.max, wide.max / ranks / (1 + info.eps)) if ranks > 1 else info.max
-        bound = int(torch.tensor([limit], dtype=self.dtype).view(torch.int16)) - 1  # `limit` may be rounded up here
+        # The limit as bits, which ascend with the magnitude; one less, as rounding to the dtype may have raised it.
+        bound = int(torch.tensor([limit], dtype=self.dtype).view(torch.int16)) - 1
         short = torch.empty(tensor.shape, dtype=self.dtype)
         for chunk in slices(len(tensor)):
             part, rounded = tensor[chunk], short[chunk]
@@ -72,7 +73,7 @@ class Cast(Recoded):
 def _all_below(short: Tensor, bound: int) -> bool:
     """Return whether the bits of all magnitudes are below `bound`; false with infinity or NaN."""
     bits = short.view(torch.int16).numpy()  # half the bytes of the elements, and NumPy's maximum of int16 is fast
-    return bool(bits.max() < bound and bits.view(np.uint16).max() < bound + (1 << 15))
+    return bool(bits.max() < bound and bits.view(np.uint16).max() < bound + (1 << 15))  # positive, negative
 
 
 @final

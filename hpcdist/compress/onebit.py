@@ -57,13 +57,13 @@ class OneBit(Compressor):
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
         self._parts: list[_Part] = []
-        mean = byte = 0
+        next_mean = next_byte = 0
         for start, stop, shape in ((s.start, s.stop, s.shape) for s in self.spans if s.stop > s.start):
             rows = shape[0] if config.means == "row" and len(shape) > 1 else 1
-            means, bits = slice(mean, mean + rows), slice(byte, byte + -(-(stop - start) // 8))
+            means, bits = slice(next_mean, next_mean + rows), slice(next_byte, next_byte + -(-(stop - start) // 8))
             self._parts.append(_Part(slice(start, stop), rows, (stop - start) // rows, means, bits))
-            mean, byte = means.stop, bits.stop
-        self._means, self._bytes = mean, byte
+            next_mean, next_byte = means.stop, bits.stop
+        self._means, self._bytes = next_mean, next_byte
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         message = np.empty(8 * self._means + self._bytes, np.uint8)
@@ -80,7 +80,7 @@ class OneBit(Compressor):
             self._add(part, out.numpy()[part.elements], means[:, part.means], bits[part.bits], weight)
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of a message: the means, shape (2, number), of positive elements last; and the bits."""
+        """Return views of a message: the means, shape (2, number), those of positive elements second; and the bits."""
         means, bits = views(message, 2 * self._means)
         return means.reshape(2, -1), bits
 
@@ -88,27 +88,28 @@ class OneBit(Compressor):
     def _code(part: _Part, values: Tensor, bits: np.ndarray) -> np.ndarray:
         """Write the bits of one parameter; return its two means per row, shape (2, rows)."""
         with np.errstate(over="ignore"):
-            sums, number = _sums(part, values, bits, 1.0)
+            sums, n_positive = _sums(part, values, bits, 1.0)
             scale = 1.0 if np.isfinite(sums).all() else 1.0 / part.columns
-            if scale != 1.0:
+            if scale != 1.0:  # the sums have overflowed
                 sums, _ = _sums(part, values, bits, scale)
-            means = sums / np.maximum([part.columns - number, number], 1) / scale
+            means = sums / np.maximum([part.columns - n_positive, n_positive], 1) / scale
         return np.clip(means, -MAX_SCALE, MAX_SCALE)
 
     @staticmethod
     def _add(part: _Part, out: np.ndarray, means: np.ndarray, bits: np.ndarray, weight: float) -> None:
+        # Decodes a parameter, and adds `weight` times the result to `out`, its elements.
         low, high = weight * means.astype(out.dtype)
         with np.errstate(over="ignore"):
-            apart = np.isfinite(high - low).all()
+            no_overflow = np.isfinite(high - low).all()
         if part.rows == 1:
-            table = BITS.astype(out.dtype) * (high - low) + low if apart else np.where(BITS, high, low)
+            table = BITS.astype(out.dtype) * (high - low) + low if no_overflow else np.where(BITS, high, low)
             add_by_bit(bits, out, table)
             return
         for rows, elements in part.blocks():
-            packed, columns = bits[elements.start // 8 : -(-elements.stop // 8)], (rows.stop - rows.start, -1)
+            packed, shape = bits[elements.start // 8 : -(-elements.stop // 8)], (rows.stop - rows.start, -1)
             below, above = low[rows, None], high[rows, None]
-            positive = np.unpackbits(packed, count=elements.stop - elements.start).reshape(columns)
-            if apart:
+            positive = np.unpackbits(packed, count=elements.stop - elements.start).reshape(shape)
+            if no_overflow:
                 values = positive.astype(out.dtype)
                 values *= above - below
                 values += below
@@ -124,18 +125,18 @@ def _sums(part: _Part, values: Tensor, bits: np.ndarray, scale: float) -> tuple[
         The sums times `scale`, shape (2, rows): of elements that are not positive, and of positive elements, apart, so
         that a large sum can't swallow a small one; and the counts of positive elements, shape (rows,).
     """
-    sums, number = np.zeros((2, part.rows)), np.zeros(part.rows)
+    sums, n_positive = np.zeros((2, part.rows)), np.zeros(part.rows)
     longest = max(elements.stop - elements.start for _, elements in part.blocks())
     work = values.new_empty(longest)  # allocated once: page faults of new memory cost as much as a sum
     for rows, elements in part.blocks():
         block = values[elements].view(rows.stop - rows.start, -1)
-        positives = work[: block.numel()].view_as(block)
-        positive = block.numpy() > 0
-        bits[elements.start // 8 : -(-elements.stop // 8)] = np.packbits(positive)
-        number[rows] += np.count_nonzero(positive) if part.rows == 1 else np.count_nonzero(positive, axis=1)
+        positive_part = work[: block.numel()].view_as(block)
+        is_positive = block.numpy() > 0
+        bits[elements.start // 8 : -(-elements.stop // 8)] = np.packbits(is_positive)
+        n_positive[rows] += np.count_nonzero(is_positive) if part.rows == 1 else np.count_nonzero(is_positive, axis=1)
         if scale != 1.0:
             block = block * scale
-        torch.clamp(block, min=0, out=positives)  # NumPy's maximum takes four times as long
-        sums[1, rows] += positives.numpy().sum(axis=1)
-        sums[0, rows] += torch.sub(block, positives, out=positives).numpy().sum(axis=1)
-    return sums, number
+        torch.clamp(block, min=0, out=positive_part)  # NumPy's maximum takes four times as long
+        sums[1, rows] += positive_part.numpy().sum(axis=1)
+        sums[0, rows] += torch.sub(block, positive_part, out=positive_part).numpy().sum(axis=1)
+    return sums, n_positive

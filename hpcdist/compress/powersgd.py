@@ -58,7 +58,7 @@ class PowerSgd(Linear):
         super().__init__(config, count, spans)
         self._matrices: list[_Matrix] = []
         self._whole: list[tuple[slice, slice]] = []  # uncompressed elements, and their slice of the first message
-        first = second = 0
+        first = second = 0  # elements of the messages so far
         for span in self.spans:
             elements, size = slice(span.start, span.stop), span.stop - span.start
             rows = span.shape[0] if span.shape else 1
@@ -75,7 +75,7 @@ class PowerSgd(Linear):
         self.start = torch.from_numpy(np.random.Generator(np.random.SFC64(0)).random(second) - 0.5)
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
-        return torch.cat(self._factors(tensor, 1, lambda flat: None)).view(torch.uint8)
+        return torch.cat(self._factors(tensor, 1, lambda flat: None)).view(torch.uint8)  # without other ranks
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         dtype = np.float32 if len(message) == 4 * (self._first + self._second) else np.float64
@@ -87,7 +87,7 @@ class PowerSgd(Linear):
         self._expand(*self._factors(tensor, ranks, allreduce), out.zero_(), 1.0)
 
     def _factors(self, tensor: Tensor, ranks: int, allreduce: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
-        """Collective. Compute the factors P̂ and Q of all matrices, summed; leave the error in `tensor`."""
+        """Collective. Return both messages, summed: P̂ with uncompressed elements, and Q. `tensor` becomes the error."""
         start = self.start.to(tensor.dtype)
         first, second = tensor.new_empty(self._first), tensor.new_empty(self._second)
         for elements, part in self._whole:
@@ -133,7 +133,7 @@ class PowerSgd(Linear):
             add_product(self._matrix(out, m), weight * self._thin(first, m.left), self._thin(second, m.right))
 
     def _thin(self, flat: Tensor, place: slice) -> Tensor:
-        """View a factor transposed, as r rows, which are faster than r columns."""
+        """View a factor, at `place` in a message, as its transpose: r rows are faster than r columns."""
         return flat[place].view(self.config.rank, -1)
 
     @staticmethod
@@ -152,15 +152,15 @@ def orthogonalised(rows: Tensor) -> Tensor:
     classical Gram-Schmidt orthogonalization process", 2005.
     """
     basis = rows.numpy().astype(np.float64)
-    unit = 0
-    for index, vector in enumerate(basis):
+    next_unit = 0
+    for index, vector in enumerate(basis):  # a view, changed in place
         vector /= max(np.abs(vector).max(), np.finfo(np.float64).tiny)  # squares must not overflow
-        before = _norm(vector)
+        full_norm = _norm(vector)
         _reject(vector, basis[:index])
-        while not _norm(vector) > 1e-12 * before:  # only rounding errors remain: use another direction
+        while not _norm(vector) > 1e-12 * full_norm:  # only rounding errors remain: use another direction
             vector[:] = 0
-            vector[unit], before = 1, 1
-            unit += 1
+            vector[next_unit], full_norm = 1, 1
+            next_unit += 1
             _reject(vector, basis[:index])
         vector /= _norm(vector)
         _reject(vector, basis[:index])
@@ -193,7 +193,7 @@ def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     lefts, rights = _parts(left, bits, count), _parts(right, bits, count)
     for chunk in slices(len(out), max(1, CHUNK // 2 // out.shape[1])):
         for index, part in enumerate(lefts):
-            for other in rights[: count - index]:
+            for other in rights[: count - index]:  # without the products of small parts, which are negligible
                 out[chunk].add_(part[:, chunk].T @ other)
 
 

@@ -85,7 +85,7 @@ class Qsgd(Compressor):
 
     def _encode_(self, tensor: Tensor, addend: Tensor | None = None) -> Tensor:
         """Add `addend` to `tensor` and encode it; leave the error in `tensor`."""
-        source = np.random.SFC64((self.config.seed, self.stream, self.taken))
+        generator = np.random.SFC64((self.config.seed, self.stream, self.taken))
         self.taken += 1
         values = tensor.numpy()
         message = np.empty(4 * self._buckets + self._bits * -(-self.count // 8), np.uint8)
@@ -95,7 +95,7 @@ class Qsgd(Compressor):
             buckets, packed, size = self._slices(chunk)
             if addend is not None:
                 self.accumulate(tensor[chunk], addend[chunk])
-            norms[buckets], levels = self._round(values[chunk], source, work)
+            norms[buckets], levels = self._round(values[chunk], generator, work)
             codes[packed] = _pack(levels.reshape(-1)[:size], self._bits)
             self._add_levels(tensor[chunk], -1.0, levels, norms[buckets], work[0])
         return torch.from_numpy(message)
@@ -118,51 +118,42 @@ class Qsgd(Compressor):
         return buckets, slice(first, first + size // 8 * self._bits), size
 
     def _round(self, values: np.ndarray, source: np.random.SFC64, work: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Round a chunk at random; return norms, shape (buckets,), and levels from 0 to 2s, (buckets, bucket).
-
-        Args:
-            work: two rows of a chunk's length, overwritten.
-        """
+        """Round a chunk at random in `work`; return each bucket's norm, and levels 0 to 2s, shape (buckets, bucket)."""
         size, levels = -(-len(values) // self._bucket) * self._bucket, self.config.levels
         if len(values) < size:  # fill up the last bucket
             work[0, : len(values)], work[0, len(values) : size] = values, 0
             values = work[0, :size]
-        exact, scaled = (torch.from_numpy(part[:size]).view(-1, self._bucket) for part in (values, work[1]))
+        elements, scaled = (torch.from_numpy(part[:size]).view(-1, self._bucket) for part in (values, work[1]))
         if self.config.norm == "max":
-            norms = torch.abs(exact, out=scaled).amax(dim=1)
+            norms = torch.abs(elements, out=scaled).amax(dim=1)
         else:
-            norms = torch.linalg.vector_norm(exact, dim=1, dtype=torch.float64)  # no square overflows
+            norms = torch.linalg.vector_norm(elements, dim=1, dtype=torch.float64)  # no square overflows
         norms = np.minimum(norms.numpy(), MAX_SCALE).astype(np.float32)
-        up = np.where(norms < MIN_SCALE, 0, levels / np.maximum(norms, MIN_SCALE)).astype(values.dtype)
-        # Adding a uniform number and rounding down rounds up as often as the fraction says.
+        factor = np.where(norms < MIN_SCALE, 0, levels / np.maximum(norms, MIN_SCALE)).astype(values.dtype)
+        # Adding a uniform number and rounding down rounds up as often as the fraction says. It has 16 random bits, and
+        # half of the last one, so that its mean is 1/2.
         np.copyto(work[1, :size], source.random_raw(-(-size // 4)).view(np.uint16)[:size])
         offset = torch.tensor(levels + 2.0 ** -(_RANDOM_BITS + 1), dtype=scaled.dtype)
         torch.add(offset, scaled, alpha=2.0**-_RANDOM_BITS, out=scaled)
-        scaled.addcmul_(exact, torch.from_numpy(up)[:, None])
-        if (
-            levels > _MAX_EXACT_LEVELS or values.itemsize > 4
-        ):  # rounding of `up`, or a norm beyond float32, may exceed the range
+        scaled.addcmul_(elements, torch.from_numpy(factor)[:, None])
+        # Rounding of `factor`, or a norm beyond float32, may exceed the range.
+        if levels > _MAX_EXACT_LEVELS or values.itemsize > 4:
             scaled.clamp_(0, 2 * levels + 0.5)
         return norms, scaled.numpy().astype(np.uint8)
 
     def _add_levels(self, out: Tensor, weight: float, levels: np.ndarray, norms: np.ndarray, work: np.ndarray) -> None:
-        """Add `weight` times the values of levels from 0 to 2s, which are overwritten, to a chunk of a tensor.
-
-        Args:
-            work: as many elements as levels, overwritten.
-        """
+        """Add `weight` times the values of `levels`, 0 to 2s, to a chunk of a tensor; overwrite `levels` and `work`."""
         levels -= np.uint8(self.config.levels)
-        steps = work[: levels.size].reshape(levels.shape)
-        np.copyto(steps, levels.view(np.int8))
+        signed = work[: levels.size].reshape(levels.shape)
+        np.copyto(signed, levels.view(np.int8))
         scale = weight * norms.astype(work.dtype) / self.config.levels
-        columns, full_buckets = torch.from_numpy(scale)[:, None], len(out) // self._bucket
+        scale_column, full_buckets = torch.from_numpy(scale)[:, None], len(out) // self._bucket
         full = out[: full_buckets * self._bucket].view(full_buckets, self._bucket)
-        full.addcmul_(
-            torch.from_numpy(steps[:full_buckets]), columns[:full_buckets]
-        )  # NumPy takes twice as long over a column
+        # NumPy takes twice as long over a column.
+        full.addcmul_(torch.from_numpy(signed[:full_buckets]), scale_column[:full_buckets])
         remainder = out[full_buckets * self._bucket :]
         if len(remainder):
-            remainder += torch.from_numpy(steps[-1, : len(remainder)]) * columns[-1]
+            remainder += torch.from_numpy(signed[-1, : len(remainder)]) * scale_column[-1]
 
 
 def _fields(bits: int) -> Iterator[tuple[int, int]]:
@@ -185,16 +176,16 @@ def _pack(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _unpack(packed: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Unpack numbers into `out`, which is overwritten."""
+    """Reverse `_pack`; `out` is overwritten by the numbers."""
     start = 0
     for width, below in _fields(bits):
         parts = out.reshape(8 // width, -1)
         byte = packed[start : start + parts.shape[1]]
         for index, part in enumerate(parts):
-            right = 8 - width * (index + 1)
-            shifted = byte >> right if right else byte
+            shift = 8 - width * (index + 1)
+            shifted = byte >> shift if shift else byte
             numbers = shifted & ((1 << width) - 1) if index else shifted
-            if start:
+            if start:  # not the first field
                 part |= numbers * (1 << below) if below else numbers
             else:
                 np.multiply(numbers, 1 << below, out=part)

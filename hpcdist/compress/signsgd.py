@@ -62,7 +62,7 @@ class SignSgd(Recoded):
         return self._code(total, float(ranks))
 
     def _code(self, tensor: Tensor, size: float) -> Tensor:
-        """Encode each element as ±size by its sign; return an empty message if all elements are zero."""
+        """Encode each element as ±size by its sign, and leave the error in `tensor`; no bytes if all are zero."""
         values = tensor.numpy()
         if not values.any():
             return torch.empty(0, dtype=torch.uint8)

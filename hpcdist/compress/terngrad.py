@@ -65,14 +65,14 @@ class TernGrad(Compressor):
         self.taken = 0  # number of messages so far
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
-        source = np.random.SFC64((self.config.seed, self.stream, self.taken))
+        generator = np.random.SFC64((self.config.seed, self.stream, self.taken))
         self.taken += 1
         message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
         scales, packed = views(message, len(self._parts))
         signs = np.zeros(_PER_BYTE * self._bytes, np.int8)
         for index, part in enumerate(self._parts):
             scales[index] = self._scale(tensor[part])
-            self._round(tensor[part], float(scales[index]), source, signs[part])
+            self._round(tensor[part], float(scales[index]), generator, signs[part])
         _pack(signs, packed)
         return torch.from_numpy(message)
 
@@ -92,7 +92,7 @@ class TernGrad(Compressor):
         for chunk in slices(len(values)):
             part, sign = values[chunk], signs[chunk]
             sums = work[: len(part)]
-            raised = sums.numpy()
+            raised = sums.numpy()  # the same memory
             np.copyto(raised, source.random_raw(-(-len(part) // 4)).view(np.uint16)[: len(part)])
             # Adding a uniform number and rounding down rounds up as often as the fraction says; zero stays zero.
             sums.add_(part, alpha=unit / scale)

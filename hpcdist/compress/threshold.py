@@ -83,8 +83,8 @@ class Threshold(Compressor):
             return tau, sparse.above(values, tau)
         tau = _short(self._sample.bound(values, self.config.density))
         if not tau:  # fewer nonzero elements than requested
-            others = values[sparse.above(values, 0.0)]
-            tau = _short(mean(torch.from_numpy(others)) / 2)
+            nonzero = values[sparse.above(values, 0.0)]
+            tau = _short(mean(torch.from_numpy(nonzero)) / 2)
         indices = sparse.above(values, tau) if tau else np.empty(0, np.int64)
         if not len(indices) and tau:  # many elements are equal to τ and would never be sent
             tau = np.nextafter(tau, np.float32(0))

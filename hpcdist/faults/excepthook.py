@@ -22,26 +22,26 @@ def install(
 ) -> None:
     """Set sys.excepthook: show an uncaught exception with `rank` before each line, then call `abort(status)`.
 
-    An error of this package has one line, with the line of the script that met it. Others have a traceback, as have
-    those of communication, for which it matters what the ranks were doing.
+    An error of this package is one line, which names the script's line. Other exceptions are shown with a traceback; so
+    are errors of communication, as it matters what the ranks were doing.
 
     Args:
-        rank: None where it is the only one: then the process ends by itself, with status 1.
+        rank: this rank; None if it is the only one: then the process ends by itself, with status 1.
         abort: a function that ends every rank of the job with a non-zero exit status.
         advice: returns a possible cause of an exception that is not one of this package.
     """
     previous = getattr(sys.excepthook, "previous", sys.excepthook)  # an earlier hook of this function is replaced
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        says_itself = isinstance(error, HpcdistError) and not isinstance(error, CommunicationError)
-        if previous is not sys.__excepthook__ or (rank is None and not says_itself):
-            previous(kind, error, trace)  # such as a debugger's or a notebook's
+        is_one_line = isinstance(error, HpcdistError) and not isinstance(error, CommunicationError)
+        if previous is not sys.__excepthook__ or (rank is None and not is_one_line):
+            previous(kind, error, trace)  # a debugger's, a notebook's; on a single rank Python's own
             if rank is None:
                 return
         if rank is None or is_reporter(rank):
             lines = traceback.format_exception(kind, error, trace)
             lines += [] if isinstance(error, HpcdistError) else [advice(error)]
-            if says_itself:
+            if is_one_line:
                 lines = [f"hpcdist: error: {error}{place(error)}"]
             label = "" if rank is None else f"[rank {rank}] "
             text = "".join(f"{label}{line}\n" for line in "".join(lines).splitlines())

@@ -16,8 +16,7 @@ def is_reporter(rank: int) -> bool:
     """Return whether this rank reports its failure; first wait for its turn. Other ranks then wait to be ended.
 
     Rank 0 reports immediately and ends the job before the others' turns. If it does not fail, the first rank of each
-    node reports. The ranks of a node agree by an abstract socket name, which only one process can bind; it contains the
-    id of their common parent process.
+    node reports: the one that binds an abstract socket name, which contains the id of their common parent process.
     """
     time.sleep(min(FIRST_S + STEP_S * rank, MAX_S) if rank else 0.0)
     if _claims or claim(f"fails-{os.getppid()}"):

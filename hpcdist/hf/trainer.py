@@ -82,7 +82,7 @@ class TrainerMixin(_Base):
         self._name, self._options = str(options.pop("name", "allreduce")), options
         self._distributed: Any = None  # the optimiser, while `train` runs
         self._batches: Any = None
-        self._window: Any = None
+        self._window: Any = None  # the UpdateBatches of the current update
         self._random: Any = None  # random state of a checkpoint
         self._epoch, self._skipped, self._steps_in_epoch = 0, 0, 1  # of a resumed epoch
         self._evaluated: list[tuple[Tensor | None, int]] | None = None  # loss and size of each evaluated batch
@@ -98,11 +98,11 @@ class TrainerMixin(_Base):
         cls = strategies.load(self._name)
         self.workers = cls.Config.from_mapping(self._options, "strategy").workers(session.outer.size)
         state, comm = self.args.distributed_state, session.comm
-        numbers = [(rank - self.workers[0]) % comm.size for rank in range(comm.size)]
-        here = sorted(numbers[rank] for rank in comm.memory.local_ranks)
+        index_of_rank = [(rank - self.workers[0]) % comm.size for rank in range(comm.size)]
+        local_indices = sorted(index_of_rank[rank] for rank in comm.memory.local_ranks)
         state.distributed_type, state.backend, state.num_processes = DistributedType.NO, None, 1
-        state.process_index = numbers[comm.rank]
-        state.local_process_index = here.index(numbers[comm.rank])
+        state.process_index = index_of_rank[comm.rank]
+        state.local_process_index = local_indices.index(index_of_rank[comm.rank])
         super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False  # the Trainer moves the model, and each batch
         self.accelerator.clip_grad_norm_ = self._norm  # the strategy clips
@@ -146,9 +146,9 @@ class TrainerMixin(_Base):
     # --- steps ----------------------------------------------------------------------------------------------------
     def _run_epoch(self, **kwargs: Any) -> None:
         """Run an epoch, or its rest after resuming."""
-        started = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
+        resumes = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
         self._epoch, self._skipped, self._steps_in_epoch = kwargs["epoch"], 0, kwargs["steps_in_epoch"]
-        if started and kwargs["steps_trained_in_current_epoch"]:
+        if resumes and kwargs["steps_trained_in_current_epoch"]:
             # The Trainer would skip batches in another loader.
             self._skipped = kwargs["steps_trained_in_current_epoch"]
             self._batches.resume(self._skipped)
@@ -170,30 +170,27 @@ class TrainerMixin(_Base):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
         """Return the batches of an update, and the number of their labels. Collective with allreduce and hardsync."""
         read = super().get_batch_samples
-        batches, items = read(epoch_iterator, num_batches, device)
+        batches, num_items = read(epoch_iterator, num_batches, device)
         weights, self._batches.weights = self._batches.weights, []
         if self._skipped and self._random is not None:
             checkpoint.set_random_state(self._random)  # before later batches are computed, as the Trainer does
             self._random = None
         strategy = self._distributed.strategy
-        contract, counts = strategy.contract, [float(weight > 0) for weight in weights]
-        reported = weights if contract.synchronous else counts  # in the mean over the workers, or this one's
-        if items is not None:
-            counted = [batch for batch, count in zip(batches, counts) if count]
-            labels, joins = (
-                float(read(iter(counted), len(counted), device)[1]) if counted else 0.0,
-                self._joins_labels(),
-            )
+        contract, is_real = strategy.contract, [float(weight > 0) for weight in weights]
+        reported = weights if contract.synchronous else is_real  # in the mean over the workers, or this one's
+        if num_items is not None:
+            real = [batch for batch, flag in zip(batches, is_real) if flag]  # without padding batches
+            labels, joins = float(read(iter(real), len(real), device)[1]) if real else 0.0, self._joins_labels()
             divisor, scale = (self._mean(labels) if joins else labels) or 1.0, 1.0
-            if contract.weights_batches and contract.updates == "on servers" and counted:
+            if contract.weights_batches and contract.updates == "on servers" and real:
                 # Servers divide by the mean weight of an update's batches; padding batches have weight 0.
-                scale = labels / divisor * len(batches) / len(counted)
-            weights = [count * scale for count in counts]
+                scale = labels / divisor * len(batches) / len(real)
+            weights = [flag * scale for flag in is_real]
             reported = reported if contract.synchronous and not joins else weights
             dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
-            items = torch.tensor(divisor * scale or 1.0, dtype=dtype, device=self.args.device)
+            num_items = torch.tensor(divisor * scale or 1.0, dtype=dtype, device=self.args.device)
         self._window = UpdateBatches(batches, weights, reported, strategy.model)
-        return self._window, items
+        return self._window, num_items
 
     def _joins_labels(self) -> bool:
         """Return whether the loss is a mean over the labels of all workers' batches."""
@@ -213,7 +210,7 @@ class TrainerMixin(_Base):
             return super().training_step(model, *args, **kwargs) * self._window.reported
 
     def _norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Return the norm of this rank's gradients, without clipping."""
+        """Return the norm of this rank's gradients, for logs, without clipping."""
         norms = [torch.linalg.vector_norm(p.grad, norm_type) for p in parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
         scaler = self.accelerator.scaler
@@ -230,25 +227,25 @@ class TrainerMixin(_Base):
         if logs and strategy.contract.synchronous:
             tr_loss.fill_(self._mean(tr_loss.item()))
         stops = self.epoch_ended or control.should_epoch_stop or control.should_training_stop
-        done, serves = stops or self._batches.exhausted, strategy.contract.ranks == "some serve"
+        done, some_serve = stops or self._batches.exhausted, strategy.contract.ranks == "some serve"
         if self._batches.open and done:
             self._batches.leave()
-        elif self._batches.open and serves and (control.should_evaluate or control.should_save):
+        elif self._batches.open and some_serve and (control.should_evaluate or control.should_save):
             self._batches.pause()
-        if serves and not self._batches.open:
+        if some_serve and not self._batches.open:
             progress = {"more": not done, "ended": self.epoch_ended, "logged": self._globalstep_last_logged}
             broadcast({"state": self.state, "control": control, **progress}, self.workers[0])
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def _serve_epoch(self, kwargs: Mapping[str, Any]) -> None:
         """Serve an epoch, and take part in what the workers do between its steps."""
-        sharded, serves, ended = self._batches.sharded, True, False
+        sharded, more, ended = self._batches.sharded, True, False
         sharded.set_epoch(kwargs["epoch"])
         while not ended:
-            for _ in sharded if serves else ():
+            for _ in sharded if more else ():
                 pass
             progress = broadcast(None, self.workers[0])
-            serves, ended = progress["more"], progress["ended"]
+            more, ended = progress["more"], progress["ended"]
             self.state, self.control = progress["state"], progress["control"]
             self._globalstep_last_logged = progress["logged"]
             self.control.should_log = False
@@ -257,7 +254,7 @@ class TrainerMixin(_Base):
                 self._tr_loss, None, kwargs["model"], kwargs["trial"], kwargs["epoch"], kwargs["ignore_keys_for_eval"],
                 kwargs["start_time"],
             )  # fmt: skip
-            serves = serves and not (self.control.should_epoch_stop or self.control.should_training_stop)
+            more = more and not (self.control.should_epoch_stop or self.control.should_training_stop)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Collective. Leave the trained model on every rank."""
@@ -270,13 +267,9 @@ class TrainerMixin(_Base):
 
     # --- evaluation -----------------------------------------------------------------------------------------------
     def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:  # fmt: skip
         """Collective. Evaluate this rank's share of the batches, and join all ranks' results, on every rank.
 
         With `batch_eval_metrics` each rank evaluates all batches.

@@ -60,6 +60,7 @@ class Epochs:
         return self
 
     def __next__(self) -> Any:
+        """Return the next batch; on a server rank None, for each batch that the workers have used."""
         longest = self._strategy.start(self)
         if self._strategy.serves:
             return self._strategy.follow(self)

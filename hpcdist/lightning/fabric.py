@@ -92,6 +92,7 @@ class _Loader:
         self.sampler = self  # for Fabric, which calls its set_epoch
 
     def _share(self) -> Any:
+        """Return the sharded loader for training, or, without gradients or in `eval()` mode, that for evaluations."""
         models = [module for model in self._models for module in model.modules()]
         return self._shares[torch.is_grad_enabled() and (not models or any(module.training for module in models))]
 

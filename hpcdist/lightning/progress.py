@@ -18,7 +18,7 @@ class WorkersProgress:
 
     def __init__(self, trainer: Trainer, reduce: Any):
         self._trainer, self._reduce = trainer, reduce
-        self._before: list[int] = []
+        self._before: list[int] = []  # `global_step` before each batch since the last report
         self.remaining: list[int] = []
         self._stops = False
 
@@ -27,7 +27,7 @@ class WorkersProgress:
         self._before.append(self._trainer.global_step)
 
     def report(self) -> dict[str, Any]:
-        """Describe the steps since the last report."""
+        """Return what `receive` takes: `global_step` after each batch since the last report, and the logged values."""
         steps = [*self._before[1:], self._trainer.global_step] if self._before else []
         self._before = []
         logged = [_described(metric) for metric in self._results.values()]
@@ -44,17 +44,17 @@ class WorkersProgress:
         """Advance the loop by one step, as if it had been taken here."""
         loop, step = self._trainer.fit_loop.epoch_loop, self.remaining.pop(0)
         automatic = self._trainer.lightning_module.automatic_optimization
-        taken = loop.automatic_optimization.optim_progress.optimizer.step.total
+        total = loop.automatic_optimization.optim_progress.optimizer.step.total
         if not automatic:
-            taken = loop.manual_optimization.optim_step_progress.total
-        taken.ready = taken.completed = step
+            total = loop.manual_optimization.optim_step_progress.total
+        total.ready = total.completed = step
         if not self.remaining and self._stops:
             self._trainer.should_stop = True
 
     def _log(
         self, settings: dict[str, Any], reduce_fx: str, synced: bool, values: dict[str, Tensor], of_step: Any
     ) -> None:
-        """Log a worker's value; values that are reduced over the ranks are logged with zero weight."""
+        """Log a worker's value, see `_described`; a value that is reduced over the ranks is logged with zero weight."""
         fn, attribute = getattr(torch, reduce_fx), settings["metric_attribute"]
         reduction = {"reduce_fx": fn, "sync_dist": synced, "sync_dist_fn": self._reduce, "batch_size": 1}
         module = self._trainer.lightning_module
@@ -71,7 +71,7 @@ class WorkersProgress:
 
 
 def _described(metric: Any) -> dict[str, Any]:
-    """Describe a logged metric, to log it on a server rank."""
+    """Return the arguments of `_log`, by which a server rank logs a worker's metric."""
     meta = metric.meta
     names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
     return {

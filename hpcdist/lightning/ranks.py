@@ -36,7 +36,7 @@ class CollectivesMixin:
     cluster_environment: Any
 
     def _join(self, strategy: str, clip_norm: float | None, options: dict[str, Any]) -> None:
-        """Collective. Join the ranks, and determine the workers."""
+        """Collective. Join the ranks, and determine the workers, which come first in Lightning's order."""
         self._name, self.clip_norm, self._options = strategy, clip_norm, options
         self.idle = False
         self.strategy_class = strategies.load(strategy)
@@ -99,6 +99,7 @@ class CollectivesMixin:
         """Collective. Return the tensors of all ranks, whose shapes may differ, in Lightning's order of ranks."""
         if self.idle:
             return [tensor]
+        # In a tuple, because `allgather` would concatenate tensors.
         tensors = [each.to(tensor.device) for (each,) in allgather((tensor.detach().cpu(),))]
         return tensors if current().group is not None else [tensors[rank] for rank in self.cluster_environment.order]
 
@@ -122,7 +123,7 @@ class CollectivesMixin:
             DistributedOptimizer(optimizer, model, self._name, clip_norm=clip_norm, **self._options)
 
     def _share_metrics(self, model: nn.Module) -> None:
-        """Make the model's torchmetrics be computed over all ranks, by calls of hpcdist."""
+        """Let the model's torchmetrics gather their states over all ranks, by calls of hpcdist."""
         if current().comm.size == 1:
             return
         for module in model.modules():

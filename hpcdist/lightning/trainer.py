@@ -99,7 +99,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         self.optimizers = optimizers  # the setter wraps them again
 
     def _clip_norm_for(self, trainer: Trainer) -> float | None:
-        """Return the `clip_norm`: the Trainer's, if its clipping would come too late."""
+        """Return the strategy's `clip_norm`: the Trainer's `gradient_clip_val`, if its clipping would come too late."""
         value = trainer.gradient_clip_val
         late = rules.forbids("gradients are changed between backward() and step()", self.strategy_class)
         scaled = getattr(self.precision_plugin, "scaler", None) is not None  # then `step` unscales
@@ -202,10 +202,10 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
     def _local_rates(self) -> Iterator[None]:
         """Restore the optimisers' numbers afterwards, which the workers' replaced: schedules continue from them."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        numbers = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        options_of = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         yield
         if self._module().automatic_optimization:
-            for group, values in zip(groups, numbers):
+            for group, values in zip(groups, options_of):
                 group.update(values)
 
     def pause(self) -> None:
@@ -274,6 +274,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             super().load_optimizer_state_dict(checkpoint)
 
     def _trained(self) -> dict[str, Any]:
+        """Return the optimisers that are distributed, by their names in a checkpoint."""
         held = [each for each in self.optimizers if any(each is other for other in current().optimizers)]
         return {f"optimizer_{number}": each for number, each in enumerate(held)}
 

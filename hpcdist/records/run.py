@@ -34,6 +34,10 @@ class _Table(BaseModel):
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
+# Options of strategies: former name -> current name. Files of runs and checkpoints with former names are read.
+FORMER_OPTIONS = {"take_up": "merge", "draw_self": "include_self", "compress_answers": "compress_replies"}
+
+
 class _Settings(BaseModel):
     strategy: _Table = _Table()
     parallel: _Table = _Table()
@@ -99,7 +103,8 @@ class Start(BaseModel):
     @classmethod
     def _can_be_read(cls, settings: dict[str, Any]) -> dict[str, Any]:
         _Settings.model_validate(settings)
-        return settings
+        strategy = {FORMER_OPTIONS.get(name, name): value for name, value in settings.get("strategy", {}).items()}
+        return settings | ({"strategy": strategy} if strategy else {})
 
     @property
     def took_s(self) -> float:

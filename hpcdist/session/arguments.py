@@ -27,11 +27,11 @@ def require_known(**arguments: tuple[str, Sequence[str]]) -> None:
 
 
 def checked_model(optimizer: object, model: nn.Module | None, clip_norm: float | None) -> nn.Module:
-    """Check the optimiser, the model and the norm; return the model, or raise ConfigError."""
+    """Return the model; raise ConfigError unless it, the optimiser and the norm suit a DistributedOptimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
-        held = getattr(optimizer, "__dict__", {}).items()
-        wrapped = [name for name, value in held if isinstance(value, torch.optim.Optimizer)]
+        attributes = getattr(optimizer, "__dict__", {}).items()
+        wrapped = [name for name, value in attributes if isinstance(value, torch.optim.Optimizer)]
         if wrapped:
             raise rules.error("the optimiser wraps another one", kind=kind, name=wrapped[0])
         raise rules.error("the optimiser is not torch's", kind=kind)
@@ -46,7 +46,7 @@ def checked_model(optimizer: object, model: nn.Module | None, clip_norm: float |
     return model
 
 
-_wrappers: WeakSet[nn.Module] = WeakSet()  # all instances of DistributedDataParallel
+_wrappers: WeakSet[nn.Module] = WeakSet()  # all instances of DistributedDataParallel, which register a module
 register_module_module_registration_hook(
     lambda wrapper, *_: _wrappers.add(wrapper) if isinstance(wrapper, DistributedDataParallel) else None
 )
@@ -65,7 +65,7 @@ def guard_against_ddp(model: nn.Module) -> Callable[[], None]:
         if isinstance(wrapper, DistributedDataParallel) and any(module is part for module in model.modules()):
             refuse()
 
-    modules, handles = set(model.modules()), [register_module_module_registration_hook(refuse_part)]
+    modules, handles = set(model.modules()), [register_module_module_registration_hook(refuse_part)]  # later wrappers
     handles += [each.register_forward_pre_hook(refuse) for each in _wrappers if modules & set(each.modules())]
 
     def end() -> None:
@@ -97,12 +97,12 @@ def _raises_without_closure(step: Callable[..., Any]) -> bool:
         tree = ast.parse(textwrap.dedent(inspect.getsource(step)))
     except (OSError, TypeError, SyntaxError):  # no source
         return False
-    required = ("closure is not None", "closure")
-    missing = ("closure is None", "not closure")
+    present = ("closure is not None", "closure")
+    absent = ("closure is None", "not closure")
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assert) and ast.unparse(node.test) in required:
+        if isinstance(node, ast.Assert) and ast.unparse(node.test) in present:
             return True
-        if isinstance(node, ast.If) and ast.unparse(node.test) in missing and isinstance(node.body[-1], ast.Raise):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in absent and isinstance(node.body[-1], ast.Raise):
             return True
     return False
 

@@ -29,8 +29,8 @@ class _Objects:
     """
 
     def __init__(self, objects: Mapping[str, Any]):
-        held = current().optimizers
-        self.trained = {name: value for name, value in objects.items() if any(value is each for each in held)}
+        distributed = current().optimizers
+        self.trained = {name: value for name, value in objects.items() if any(value is each for each in distributed)}
         models = [optimizer.strategy.model.module for optimizer in self.trained.values()]
         self.others = {
             name: value
@@ -82,22 +82,22 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, background
         session.run.flush()
     if session.planned is not None:
         session.planned.require_inside(path)
-    taken = max((optimizer.strategy.steps for optimizer in objects.trained.values()), default=0)
-    steps = max(each for each in session.comm.gather(taken) if each is not None)
+    local_steps = max((optimizer.strategy.steps for optimizer in objects.trained.values()), default=0)
+    number = max(each for each in session.comm.gather(local_steps) if each is not None)  # None: failed ranks
     saved: dict[str, Any] = {name: capture(optimizer) for name, optimizer in objects.trained.items()}
     for name, value in objects.others.items():
         saved[name] = value.state_dict() if hasattr(value, "state_dict") else value
         if isinstance(value, ShardedLoader):  # of the first worker: server ranks don't know the position
-            first = first_alive(session.comm, session.workers or session.comm.failures.alive)
-            saved[name] = session.comm.gather(saved[name])[first or 0]
+            first_worker = first_alive(session.comm, session.workers or session.comm.failures.alive)
+            saved[name] = session.comm.gather(saved[name])[first_worker or 0]
         if isinstance(value, nn.Module):
             saved[name] = dict(unwrapped(value, saved[name].items()))
     meta: dict[str, Any] = {"loop": objects.settings(), "kinds": objects.kinds()}
     if session.stages > 1:
         meta["stages"] = session.stages
     tree = {"state": saved, "random": checkpoint.random_state()}
-    steps = steps if step is None else step
-    return session.saver.save(session.comm, path, steps, tree, background=background, meta=meta, keep=keep)
+    number = number if step is None else step
+    return session.saver.save(session.comm, path, number, tree, background=background, meta=meta, keep=keep)
 
 
 @normal_tensors()
@@ -144,20 +144,21 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
 
 
 def _read(objects: _Objects, saved: SavedWorld, same: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the saved state of each object, and the plain values.
+    """Return the saved state of each object, for this rank, and the plain values.
 
     Args:
-        same: rank and division of the model are those of the saved run.
+        same: each rank holds the slices of the model that the rank of this number saved.
     """
     session = current()
     if same:
-        source = session.comm.rank
-        checkpoint.set_random_state(saved.rank(source).at("random"))
+        saved_rank = session.comm.rank
+        checkpoint.set_random_state(saved.rank(saved_rank).at("random"))
     else:
-        first = next(iter(objects.trained), None)
-        replica = 0 if first is None else saved.of("state", first).workers[0]
-        source = replica * saved.stages + min(session.comm.rank % session.stages, saved.stages - 1)
-    names = set(saved.rank(source).names("state"))
+        first_name = next(iter(objects.trained), None)
+        replica = 0 if first_name is None else saved.of("state", first_name).workers[0]
+        # The rank with this rank's stage, or with the last one, in the first worker's replica.
+        saved_rank = replica * saved.stages + min(session.comm.rank % session.stages, saved.stages - 1)
+    names = set(saved.rank(saved_rank).names("state"))
     for name in (*objects.trained, *objects.others):
         if name not in names:
             raise CheckpointError(
@@ -165,27 +166,28 @@ def _read(objects: _Objects, saved: SavedWorld, same: bool) -> tuple[dict[str, A
             )
     states: dict[str, Any] = {}
     for name, optimizer in objects.trained.items():
-        states[name] = saved.rank(source).at("state", name) if same else saved.of("state", name).reshard(optimizer)
+        states[name] = saved.rank(saved_rank).at("state", name) if same else saved.of("state", name).reshard(optimizer)
     for name, value in objects.others.items():
         if same or not isinstance(value, nn.Module) or saved.stages == 1:
-            states[name] = saved.rank(source).at("state", name)
+            states[name] = saved.rank(saved_rank).at("state", name)
         else:
-            joined = saved.module_state(source // saved.stages, "state", name)
-            states[name] = {key: joined[key] for key, _ in _local_names(value) if key in joined}
-    plain = sorted(names - {*objects.trained, *objects.others})
-    return states, {name: saved.rank(source).at("state", name) for name in plain}
+            whole_state = saved.module_state(saved_rank // saved.stages, "state", name)
+            states[name] = {key: whole_state[key] for key, _ in _local_names(value) if key in whole_state}
+    plain_names = sorted(names - {*objects.trained, *objects.others})
+    return states, {name: saved.rank(saved_rank).at("state", name) for name in plain_names}
 
 
 def _load_others(objects: _Objects, states: Mapping[str, Any]) -> None:
+    """Load the states of the objects that are no DistributedOptimizers."""
     for name, value in objects.others.items():
-        names = dict(_local_names(value)) if isinstance(value, nn.Module) else {}
+        local_names = dict(_local_names(value)) if isinstance(value, nn.Module) else {}
         value.load_state_dict(
-            {names.get(key, key): each for key, each in states[name].items()} if names else states[name]
+            {local_names.get(key, key): tensor for key, tensor in states[name].items()} if local_names else states[name]
         )
 
 
 def _local_names(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield (name in a checkpoint, name in the module's state dict)."""
+    """Yield the name of each tensor in a checkpoint, without torch.compile's prefix, and in the module's state dict."""
     return unwrapped(module, ((key, key) for key in module.state_dict()))
 
 
@@ -199,14 +201,14 @@ def _require_same(objects: _Objects, saved: SavedWorld) -> None:
                 "not pass it."
             )
     for name, settings in objects.settings().items():
-        previous, strategy = saved.meta.get("loop", {}).get(name, {}), objects.trained[name].strategy
+        saved_settings, strategy = saved.meta.get("loop", {}).get(name, {}), objects.trained[name].strategy
         settings.pop("model")
         if max(saved.stages, session.stages) == 1:
-            require_same_model(previous.get("model"), strategy.model, path)
-        if isinstance(options := previous.get("strategy"), Mapping):
-            previous = {**previous, "strategy": strategy.config.with_current_names(options)}
-        where = "" if name == "optimizer" else f"{name}: "
-        compare_settings(previous, settings, path, logs=session.comm.rank == 0, name=where)
+            require_same_model(saved_settings.get("model"), strategy.model, path)
+        if isinstance(saved_options := saved_settings.get("strategy"), Mapping):
+            saved_settings = {**saved_settings, "strategy": strategy.config.with_current_names(saved_options)}
+        prefix = "" if name == "optimizer" else f"{name}: "
+        compare_settings(saved_settings, settings, path, logs=session.comm.rank == 0, name=prefix)
 
 
 def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]:
@@ -233,6 +235,7 @@ def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]
 
 
 def _whole_model(world: SavedWorld, optimizer: str) -> dict[str, Tensor]:
+    # `hpcdist train` saves the state of its only optimiser without a name.
     keys = () if world.rank(0).at("params") is not None else ("state", optimizer)
     if world.rank(0).at(*keys, "params") is None:
         raise CheckpointError(

@@ -52,17 +52,17 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
     try:
         with normal_tensors():
             for optimizer in optimizers:
-                flat = optimizer.strategy.model
-                if not flat.is_swapped:  # else within another context
+                model = optimizer.strategy.model
+                if not model.is_swapped:  # else within another context
                     require_same_steps(optimizer, "at an evaluation")
-                    flat.refresh()
-                    stack.enter_context(flat.swapped(*optimizer.strategy.consensus()))
-                    stack.enter_context(_temporary_values(flat.frozen, frozen_consensus(optimizer.strategy)))
+                    model.refresh()
+                    stack.enter_context(model.swapped(*optimizer.strategy.consensus()))
+                    stack.enter_context(_temporary_values(model.frozen, frozen_consensus(optimizer.strategy)))
             for optimizer in optimizers:
                 share_tied(optimizer.strategy.model.module)
-        before = _tracked_batches(optimizers)
+        batches_before = _tracked_batches(optimizers)
         yield
-        if _tracked_batches(optimizers) != before:
+        if _tracked_batches(optimizers) != batches_before:
             raise rules.error("batch norm's statistics change in an evaluation")
     finally:
         with normal_tensors():
@@ -86,13 +86,13 @@ def normal_tensors() -> Iterator[None]:
 @contextmanager
 def _temporary_values(tensors: Sequence[Tensor], values: Sequence[Tensor] | None) -> Iterator[None]:
     """Set the tensors to `values` inside the context; None: leave them unchanged."""
-    kept = [] if values is None else [tensor.clone() for tensor in tensors]
+    previous = [] if values is None else [tensor.clone() for tensor in tensors]
     for tensor, value in zip(tensors, values or ()):
         tensor.copy_(value)
     try:
         yield
     finally:
-        for tensor, value in zip(tensors, kept):
+        for tensor, value in zip(tensors, previous):
             tensor.copy_(value)
 
 

@@ -33,66 +33,67 @@ _ROWS, _ENTRIES = 8, 1024  # number of rows, or entries, that are compared
 
 
 def start_epoch(optimizer: Any) -> None:
-    """Collective. Reset the strategy if the loop has changed parameters since the last epoch.
+    """Collective. Reset the strategy from the model if the loop has changed its parameters since the last epoch.
 
     Raises MismatchError if parameters or the optimiser's state differ between ranks and must be equal, or if a rank is
     not at an epoch's start.
     """
     strategy: Strategy = optimizer.strategy
-    first, optimizer.attachment.epoch_started = not optimizer.attachment.epoch_started, True
+    is_first, optimizer.attachment.epoch_started = not optimizer.attachment.epoch_started, True
     if strategy.comm.size == 1:
         return
-    resets = strategy.state.resets or type(strategy).reset_from_model is not Strategy.reset_from_model
-    replicates = rules.forbids("replicas differ", strategy)
+    can_reset = strategy.state.resets or type(strategy).reset_from_model is not Strategy.reset_from_model
+    needs_replicas = rules.forbids("replicas differ", strategy)
     strategy.model.refresh()
-    compares = first or resets or replicates
+    compares = is_first or can_reset or needs_replicas
     local = [strategy.model.touched(), _summarise_replica(strategy)] if compares else [False, _ReplicaSummary()]
-    by_rank = _gathered(optimizer, "at an epoch's start", [*local, _dropout_state(strategy) if first else 0])
+    by_rank = _gathered(optimizer, "at an epoch's start", [*local, _dropout_state(strategy) if is_first else 0])
     touched = any(touched for touched, _, _ in by_rank.values())
-    if replicates or (first and touched):
-        _require_replicas(strategy, {rank: sketch for rank, (_, sketch, _) in by_rank.items()})
+    if needs_replicas or (is_first and touched):
+        _require_replicas(strategy, {rank: summary for rank, (_, summary, _) in by_rank.items()})
     require_same_state(optimizer, strategy.comm, type(strategy), optimizer.attachment.loads)
-    masks = [by_rank[rank][2] for rank in strategy.config.workers(strategy.comm.size) if rank in by_rank]
-    if len(masks) > 1 and masks[0] and len(set(masks)) == 1 and strategy.comm.rank == min(by_rank):
+    states = [by_rank[rank][2] for rank in strategy.config.workers(strategy.comm.size) if rank in by_rank]
+    if len(states) > 1 and states[0] and len(set(states)) == 1 and strategy.comm.rank == min(by_rank):
         _log.info(
             "All ranks use the same random numbers: their dropout masks are identical. For different masks call "
             "torch.manual_seed(seed + hpcdist.rank()) once the model is created."
         )
-    if resets and touched:
+    if can_reset and touched:
         strategy.reset_from_model()
 
 
 def _dropout_state(strategy: Strategy) -> int:
     """Return a checksum of the random state that dropout uses; 0 if the model has no dropout."""
     modules = [module for module in strategy.model.module.modules() if module.training]
-    shares = [getattr(module, "dropout", getattr(module, "p", 0.0)) for module in modules]  # also of attention and RNNs
-    drops = any(isinstance(share, float) and share > 0.0 for share in shares)
-    return zlib.crc32(torch.get_rng_state().numpy().data) if drops else 0
+    rates = [getattr(module, "dropout", getattr(module, "p", 0.0)) for module in modules]  # also of attention and RNNs
+    has_dropout = any(isinstance(rate, float) and rate > 0.0 for rate in rates)
+    return zlib.crc32(torch.get_rng_state().numpy().data) if has_dropout else 0
 
 
 def require_same_state(optimizer: Any, comm: Communicator, strategy: Any, loads: int | None = None) -> None:
-    """Collective. Check that the optimisers' states agree: same parameters, loaded the same number of times.
+    """Collective. Raise MismatchError unless all ranks' optimisers have state of the same parameters, loaded as often.
 
-    If parameters are replicated, sums and norms of the state must agree too. Raises MismatchError otherwise.
+    If parameters are replicated, sums and norms of the state must be equal too, up to rounding.
 
     Args:
-        loads: number of calls of `load_state_dict`; None before the first step.
+        strategy: a Strategy or its class.
+        loads: number of calls of `load_state_dict`; None when the optimiser is being distributed.
     """
-    summed = strategy.contract.replicates and strategy.contract.step == "the optimiser's"
-    held: list[tuple[int, dict[str, Any]]] = []
-    if summed or loads is None:  # else states differ by rank, or servers have them
+    compares_values = strategy.contract.replicates and strategy.contract.step == "the optimiser's"
+    states: list[tuple[int, dict[str, Any]]] = []
+    if compares_values or loads is None:  # else states differ by rank, or servers have them
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held = [(i, state) for i, p in enumerate(parameters) if (state := optimizer.state.get(p))]
-    which = zlib.crc32(repr([i for i, _ in held]).encode())
-    values = [value for _, state in held for value in state.values() if isinstance(value, Tensor) and summed]
+        states = [(i, state) for i, p in enumerate(parameters) if (state := optimizer.state.get(p))]
+    indices_checksum = zlib.crc32(repr([i for i, _ in states]).encode())
+    values = [value for _, state in states for value in state.values() if isinstance(value, Tensor) and compares_values]
     sums = [sum_and_norm(value.detach().reshape(-1)) for value in values if value.is_floating_point()]
     norm = math.sqrt(sum(norm * norm for _, norm in sums))
-    local = [loads or 0, len(held), which, sum(total for total, _ in sums), norm]
+    local = [loads or 0, len(states), indices_checksum, sum(total for total, _ in sums), norm]
     by_rank = comm.failures.retry_on_failure(partial(comm.gather, local))
     first, names = comm.failures.alive[0], comm.platform.world_ranks
     for rank in comm.failures.alive:
-        near = all(_close_to(a, b, 3e-4 * norm) for a, b in zip(by_rank[first][3:], by_rank[rank][3:], strict=True))
-        if by_rank[rank][:3] != by_rank[first][:3] or not near:
+        is_close = all(_close_to(a, b, 3e-4 * norm) for a, b in zip(by_rank[first][3:], by_rank[rank][3:], strict=True))
+        if by_rank[rank][:3] != by_rank[first][:3] or not is_close:
             expected, got = (
                 f"{n} parameters{f', norm {norm:.6g}' if norm else ''}, loaded {times} times"
                 for times, n, _, _, norm in (by_rank[first], by_rank[rank])
@@ -122,37 +123,40 @@ def require_same_steps(optimizer: Any, where: str) -> None:
     if strategy.comm.size == 1:
         return
     replicates = rules.forbids("replicas differ", strategy)
-    sketch = _summarise_replica(strategy) if replicates else _ReplicaSummary()
-    by_rank = _gathered(optimizer, where, [strategy.model.gradients.batches_used, sketch])
+    summary = _summarise_replica(strategy) if replicates else _ReplicaSummary()
+    by_rank = _gathered(optimizer, where, [strategy.model.gradients.batches_used, summary])
     workers = [rank for rank in strategy.config.workers(strategy.comm.size) if rank in by_rank]
     if strategy.contract.synchronous:
         error = unequal_steps_error({rank: by_rank[rank][0] for rank in workers}, "batches that steps were taken for")
         if error is not None:
             raise error
     if replicates:
-        _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in by_rank.items()})
+        _require_replicas(strategy, {rank: summary for rank, (_, summary) in by_rank.items()})
 
 
 def _gathered(optimizer: Any, where: str, value: Any) -> dict[int, Any]:
     """Collective. Return each surviving rank's value; raise MismatchError if a rank is at another point of the loop.
 
     Workers must have trained in the same mode. Workers of asynchronous strategies compare their first batches here.
+
+    Args:
+        where: this rank's point, in words for the message, such as "at an evaluation".
     """
     strategy: Strategy = optimizer.strategy
     comm, attachment = strategy.comm, optimizer.attachment
     local = [where, value, strategy.gradients.checksums, [attachment.modes, attachment.others]]
     attachment.modes = 0
     by_rank = comm.failures.retry_on_failure(partial(comm.gather, local))
-    places = {rank: by_rank[rank][0] for rank in comm.failures.alive}
+    where_of = {rank: by_rank[rank][0] for rank in comm.failures.alive}
     first = comm.failures.alive[0]
-    odd = next((rank for rank in places if places[rank] != places[first]), None)
-    if odd is not None:
+    other = next((rank for rank in where_of if where_of[rank] != where_of[first]), None)
+    if other is not None:
         pattern = "ranks are at different places in the loop"
-        serving = sorted(set(places).difference(strategy.config.workers(comm.size)))
-        takes_no_step = f" Rank {serving[0]} is a server and takes no step: count epochs." if serving else ""
-        facts = {"first": first, "place": places[first], "rank": odd, "other": places[odd]}
+        servers = sorted(set(where_of).difference(strategy.config.workers(comm.size)))
+        takes_no_step = f" Rank {servers[0]} is a server and takes no step: count epochs." if servers else ""
+        facts = {"first": first, "place": where_of[first], "rank": other, "other": where_of[other]}
         raise rules.error(pattern, serving=takes_no_step, **facts)
-    workers = [rank for rank in strategy.config.workers(comm.size) if rank in places]
+    workers = [rank for rank in strategy.config.workers(comm.size) if rank in where_of]
     if not strategy.contract.synchronous:
         _warn_of_same_batches([by_rank[rank][2] for rank in workers], 1, comm.rank == workers[0])
     _require_one_mode({rank: by_rank[rank][3] for rank in workers if by_rank[rank][3][0]})
@@ -160,14 +164,18 @@ def _gathered(optimizer: Any, where: str, value: Any) -> dict[int, Any]:
 
 
 def _require_one_mode(modes: Mapping[int, Any]) -> None:
-    """Raise MismatchError if ranks took steps in different modes, of the model or of one of its modules."""
+    """Raise MismatchError if ranks took steps in different modes, of the model or of one of its modules.
+
+    Args:
+        modes: by rank, `Attachment.modes` and `Attachment.others`.
+    """
     first = min(modes, default=0)
     for rank, (taken, others) in modes.items():
         if [taken, others] != modes[first]:
             names = [""] if taken != modes[first][0] else sorted(set(others) ^ set(modes[first][1]))
             expected, got = (
                 _MODES[mode if names[0] not in apart else 3 - mode] for mode, apart in (modes[first], modes[rank])
-            )
+            )  # 3 - mode: the opposite one
             name, pattern = f"module {names[0]}" if names[0] else "the model", "ranks train in different modes"
             raise rules.error(pattern, name=name, expected=expected, got=got, first=first, rank=rank)
 
@@ -186,17 +194,17 @@ def _summarise_replica(strategy: Strategy) -> _ReplicaSummary:
 def compare_first_batches(optimizer: Any) -> None:
     """Warn if all workers trained on the same batches. Collective, once, for synchronous strategies."""
     strategy: Strategy = optimizer.strategy
-    sums = strategy.gradients.checksums
-    if sums is not None and len(sums) == FIRST_STEPS and strategy.contract.synchronous:
+    checksums = strategy.gradients.checksums
+    if checksums is not None and len(checksums) == FIRST_STEPS and strategy.contract.synchronous:
         peers = optimizer.attachment.peers
-        by_rank = peers.failures.retry_on_failure(partial(peers.gather, sums))
+        by_rank = peers.failures.retry_on_failure(partial(peers.gather, checksums))
         strategy.gradients.checksums = None
         alive = peers.failures.alive
         _warn_of_same_batches([by_rank[rank] for rank in alive], FIRST_STEPS, peers.rank == alive[0])
 
 
 def _warn_of_same_batches(checksums: Sequence[list[int] | None], steps: int, here: bool) -> None:
-    """Warn, if `here`, that the first steps' gradients are not zero and bitwise identical on all workers."""
+    """Warn, if `here`, that the first `steps` gradients are bitwise identical on all workers, and not zero."""
     firsts = [tuple(sums[:steps]) for sums in checksums if sums is not None]
     if len(firsts) < max(2, len(checksums)) or len(set(firsts)) > 1 or len(firsts[0]) < steps or not all(firsts[0]):
         return
@@ -213,12 +221,12 @@ def _warn_of_same_batches(checksums: Sequence[list[int] | None], steps: int, her
 
 
 def _require_replicas(strategy: Strategy, sketches: Mapping[int, _ReplicaSummary]) -> None:
-    """Raise MismatchError unless all ranks' parameters have the same sums, up to rounding."""
+    """Raise MismatchError unless all ranks' parameters have the same sums and norms, up to rounding."""
     first = min(sketches)
-    groups, changed = sketches[first]
-    for rank, (others, others_changed) in sorted(sketches.items()):
-        for flat, (total, norm), (other, other_norm) in zip(strategy.model.params, groups, others, strict=True):
-            tolerance = math.sqrt(torch.finfo(flat.dtype).eps) * norm
+    sums, changed = sketches[first]
+    for rank, (other_sums, others_changed) in sorted(sketches.items()):
+        for tensor, (total, norm), (other, other_norm) in zip(strategy.model.params, sums, other_sums, strict=True):
+            tolerance = math.sqrt(torch.finfo(tensor.dtype).eps) * norm
             if _close_to(total, other, tolerance) and _close_to(norm, other_norm, tolerance):
                 continue
             if changed != others_changed:
@@ -251,7 +259,7 @@ def require_same_loader(group: Communicator, settings: Mapping[str, Any], datase
 
 
 def changed_fingerprints(dataset: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Describe how a data set differs from that of a checkpoint, by its fingerprints."""
+    """Return a sentence for each fingerprint of a data set that differs from the one saved in a checkpoint."""
     pairs = ((name, now, saved.get(name, now)) for name, now in fingerprints(dataset).items())
     return [f"{name} is {now} here, and {old} in the checkpoint" for name, now, old in pairs if not _equal(now, old)]
 
@@ -266,7 +274,7 @@ def fingerprints(dataset: Any, path: str = "loader.dataset", holders: tuple[int,
     """Return checksums, by name, of a data set's files and of its lists with one entry per sample; nested ones too.
 
     They show that sample i is another one, on another rank or in a checkpoint. Samples are not read, because that may
-    open files too early, or use random numbers.
+    open files too early, or use random numbers. `holders` are ids of the data sets around this one, against cycles.
     """
     if isinstance(checksum := getattr(dataset, "checksum", None), str):  # of all samples, as HDF5Dataset's
         return {f"the checksum of {path}": checksum}
@@ -285,7 +293,7 @@ def fingerprints(dataset: Any, path: str = "loader.dataset", holders: tuple[int,
 
 
 def _fingerprint(value: Any, n: int) -> tuple[str, Any] | None:
-    """Return the kind and value of a checksum, if `value` is a file or has an entry for each of `n` samples."""
+    """Return (kind, checksum) if `value` is a file or has an entry for each of `n` samples; else None."""
     if isinstance(value, (str, os.PathLike)):
         return ("the file", f"{Path(value).name}, {os.path.getsize(value)} bytes") if os.path.isfile(value) else None
     if getattr(value, "num_columns", None) == 1:  # the indices of a data set in Arrow tables
@@ -294,7 +302,7 @@ def _fingerprint(value: Any, n: int) -> tuple[str, Any] | None:
     if dims == 0 or len(value) != n:
         return None
     positions = np.linspace(0, n - 1, min(n, _ENTRIES if dims == 1 else _ROWS)).astype(np.int64)
-    if not isinstance(value, Tensor) and getattr(value, "dtype", np.dtype(object)).kind not in "biufc":
+    if not isinstance(value, Tensor) and getattr(value, "dtype", np.dtype(object)).kind not in "biufc":  # no numbers
         entries = re.sub(r"[^'\" ]*/", "", repr([value[i] for i in positions.tolist()]))  # folders may differ by node
         return None if " at 0x" in entries else ("the checksum", zlib.crc32(entries.encode()))
     rows = torch.as_tensor(value[torch.from_numpy(positions) if isinstance(value, Tensor) else positions])

@@ -42,15 +42,9 @@ class Curves:
     """
 
     def __init__(
-        self,
-        names: tuple[str, ...],
-        settings: Mapping[str, Any],
-        comm: Communicator,
-        workers: tuple[int, ...],
-        optimizer: Optimizer,
-        folder: Path,
-        metrics: tuple[str, ...],
-    ):
+        self, names: tuple[str, ...], settings: Mapping[str, Any], comm: Communicator, workers: tuple[int, ...],
+        optimizer: Optimizer, folder: Path, metrics: tuple[str, ...],
+    ):  # fmt: skip
         self._names, self._settings, self._comm, self._workers = names, settings, comm, workers
         self._optimizer, self._folder, self._metrics = optimizer, folder, metrics
         self._first_step = 1
@@ -96,7 +90,7 @@ class Curves:
         self._put(step, {f"test/{name}": value for name, value in metrics.items()})
 
     def _means(self, records: list[StepRecord]) -> dict[str, float]:
-        """Return the means of records for loggers: loss, rate, bytes, samples per second, share of waiting."""
+        """Return metrics for loggers: the learning rate, and means over `records`, by names such as `train/loss`."""
         losses = [record.loss for record in records if record.loss is not None]
         waiting_s = sum(record.waiting_s for record in records)
         seconds = sum(record.seconds for record in records)
@@ -141,6 +135,7 @@ class _Loggers:
             self._lost += 1
 
     def close(self) -> None:
+        """Wait until the thread has written the queued metrics and closed the loggers, or warn if it takes too long."""
         try:
             self._waiting.put(None, timeout=PATIENCE_S)
             self._thread.join(PATIENCE_S)
@@ -176,6 +171,7 @@ class _Loggers:
                     failed.close()
 
     def _servers_staleness(self) -> Iterator[int]:
+        """Yield the staleness of the gradients that servers have recorded since the last call."""
         for tail in self._tails:
             for record in tail():
                 if isinstance(record, StepRecord):

@@ -47,17 +47,10 @@ class Leaving:
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        *,
-        ends_at: float | str | None = None,
-        margin_s: float = 30.0,
-        every_s: float = 5.0,
-        cost_s: Callable[[], float] = lambda: 0.0,
-        signals: bool = True,
-        ctrl_c: bool = False,
+        self, comm: Communicator, *, ends_at: float | str | None = None, margin_s: float = 30.0, every_s: float = 5.0,
+        cost_s: Callable[[], float] = lambda: 0.0, signals: bool = True, ctrl_c: bool = False,
         clock: Callable[[], float] = time.time,
-    ):
+    ):  # fmt: skip
         if ends_at == "slurm":
             ends_at = job_end(os.environ) if comm.rank == comm.failures.alive[0] else None
         if isinstance(ends_at, str):
@@ -67,9 +60,7 @@ class Leaving:
         self.reason: str | None = None  # set on all ranks after the same exchange
         self.steps = 1  # from the last exchange to the next one
         self.clock_s: float | None = None  # clock of the first surviving rank at the last exchange, for all ranks
-        self.on_signal: Callable[[str], object] = lambda name: (
-            None
-        )  # called immediately with the name of the first signal
+        self.on_signal: Callable[[str], object] = lambda name: None  # called with the first signal's name, immediately
         self._cost_s, self._clock = cost_s, clock
         self._listens = signals and threading.current_thread() is threading.main_thread()
         self._signals = (*SIGNALS, signal.SIGINT) if ctrl_c else SIGNALS
@@ -90,6 +81,7 @@ class Leaving:
         self._before = {}
 
     def _hear(self, number: int, _frame: object) -> None:
+        """Record a signal: the handler of all SIGNALS."""
         first, self._heard = self._heard is None, signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the next one ends this process
@@ -156,5 +148,6 @@ class Leaving:
         return self._announced or (self._heard and f"{self._heard} on rank {self.comm.rank}")
 
     def _plan(self, step_s: float) -> None:
+        """Set the number of steps to the next exchange, about `every_s` ahead if a step takes `step_s`."""
         steps = int(self.every_s / step_s) if step_s > 0 else GROWTH * self.steps
         self.steps = self._remaining = max(1, min(steps, GROWTH * self.steps))

@@ -140,6 +140,7 @@ class _Distributed:
         return loss
 
     def _step_and_share(self) -> None:
+        """Take the local step, and copy parameters that stages share, before the strategy sends them."""
         self.attachment.local_step()
         share_tied(self.strategy.model.module)
 
@@ -151,7 +152,7 @@ class _Distributed:
         if not attachment.modes:
             attachment.others = [name for name, each in module.named_modules() if each.training != module.training]
         attachment.modes |= 1 << module.training
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:  # inside backward()
             rules.refuse("an optimiser steps inside the backward pass", strategy)
         if attachment.compute is not None:
             attachment.compute()
@@ -342,7 +343,6 @@ def DistributedOptimizer(
     Raises:
         ConfigError: an option is unknown or out of range; or the optimiser needs a closure, and the strategy does not
             support closures (allreduce does, without clipping and without skipped steps).
-            its strategy must support closures, as allreduce does, without clipping and without leaving out steps.
         MismatchError: ranks differ in strategy, options, optimiser or model, or in a plug-in's file.
     """
     session = current()
@@ -375,20 +375,20 @@ def DistributedOptimizer(
     if stages > 1:  # each stage may have different groups
         ranks_of_stage = range(session.comm.rank % stages, session.comm.size, stages)
         require_equal(outer, {"groups": groups}, "param_groups of a stage", ranks_of_stage)
-    evaluating = requires_closure(optimizer)
-    if evaluating:
+    evaluates_closure = requires_closure(optimizer)
+    if evaluates_closure:
         check_closure_settings(type(optimizer).__name__, strategy, cls, config, clip_norm)
     if stages > 1:
-        check_optimizer(optimizer, model, evaluating, cls)
+        check_optimizer(optimizer, model, evaluates_closure, cls)
     flat = _flat(optimizer, model, bucket_bytes, buffers, session.optimizers)
-    replicas = config.workers(outer.size)
-    if isinstance(model, Pipeline) and model.routing is not None and len(replicas) < outer.size:
+    worker_replicas = config.workers(outer.size)
+    if isinstance(model, Pipeline) and model.routing is not None and len(worker_replicas) < outer.size:
         raise rules.error("micro-batches go to other replicas", cls)
-    ranks = session.ranks_of(replicas)
-    if session.called_is_main and ranks[0] != 0:
-        raise rules.error("is_main() is called before rank 0 becomes a server", cls, worker=ranks[0])
-    peers = _split_off(outer, replicas)
-    workers = peers if stages == 1 else _split_off(session.comm, ranks)
+    worker_ranks = session.ranks_of(worker_replicas)
+    if session.called_is_main and worker_ranks[0] != 0:
+        raise rules.error("is_main() is called before rank 0 becomes a server", cls, worker=worker_ranks[0])
+    peers = _split_off(outer, worker_replicas)
+    workers = peers if stages == 1 else _split_off(session.comm, worker_ranks)
     synchronise_batch_norms(flat, cls, peers)
     local_class = type(optimizer)
     local_step = _local_step(optimizer, flat, session.comm.trace)
@@ -404,22 +404,22 @@ def DistributedOptimizer(
     instance.gradients.checksums = [] if peers.size > 1 and identical_batches == "warn" else None
     flat.take_snapshot()
     counts = [len(group["params"]) for group in optimizer.param_groups]
-    added = _Evaluating if evaluating or cls.contract.batch == "portions" else _Distributed
-    changed: Any = optimizer  # gets a class created here, unknown to type checkers
-    changed.__class__ = type(local_class.__name__, (added, local_class), guarded_methods(local_class, _Methods))
+    mixin = _Evaluating if evaluates_closure or cls.contract.batch == "portions" else _Distributed
+    distributed: Any = optimizer  # gets a class created here, unknown to type checkers
+    distributed.__class__ = type(local_class.__name__, (mixin, local_class), guarded_methods(local_class, _Methods))
     local_state_dict = local_class.state_dict.__get__(optimizer)
     detects = rules.forbids("parameters are changed between steps", instance)
     guard = guard_against_ddp(model)
-    changed.attachment = Attachment(instance, local_step, local_state_dict, workers, peers, counts, detects, guard)
-    changed._opt_called = True  # ... and warn if they step before the optimiser; on a server rank it never steps
+    distributed.attachment = Attachment(instance, local_step, local_state_dict, workers, peers, counts, detects, guard)
+    distributed._opt_called = True  # ... and warn if they step before the optimiser; on a server rank it never steps
     session.optimizers.append(optimizer)
-    session.serves, session.workers = session.serves or not instance.is_worker, ranks
+    session.serves, session.workers = session.serves or not instance.is_worker, worker_ranks
     if isinstance(model, PartOfModel):
-        model.optimizers.append(changed)
-    if session.run is not None and session.run.start(changed, ranks, settings_of(changed)):
-        changed.attachment.write = session.run.write
+        model.optimizers.append(distributed)
+    if session.run is not None and session.run.start(distributed, worker_ranks, settings_of(distributed)):
+        distributed.attachment.write = session.run.write
         if session.planned is not None:  # on virtual ranks; no effect on real ones
-            changed.attachment.compute = session.comm.compute
+            distributed.attachment.compute = session.comm.compute
     return optimizer
 
 
@@ -443,7 +443,7 @@ def _local_step(optimizer: Any, flat: FlatModel, trace: Trace) -> Callable[..., 
 
 
 def release(optimizer: Any) -> None:
-    """Collective. Make it a plain optimiser again, which trains only this rank's model."""
+    """Collective. Make a DistributedOptimizer a plain optimiser again, which trains only this rank's model."""
     strategy, model = optimizer.strategy, optimizer.strategy.model.module
     strategy.close()
     strategy.comm.close()
@@ -456,21 +456,25 @@ def release(optimizer: Any) -> None:
 
 
 def _split_off(comm: Communicator, ranks: tuple[int, ...]) -> Communicator:
-    """Collective. Return a communicator of the ranks that run the loop's body."""
+    """Collective. Return a communicator of `ranks`; on all other ranks one of those."""
     return comm if len(ranks) == comm.size else comm.split(0 if comm.rank in ranks else 1)
 
 
 def _flat(
     optimizer: torch.optim.Optimizer, model: nn.Module, bucket_bytes: int, buffers: Any, others: list[Any]
 ) -> FlatModel:
-    """Move the optimiser's parameters to flat memory, with the model's other tensors unless they are there."""
+    """Move the optimiser's parameters to flat memory; for a model's first optimiser also frozen parameters and buffers.
+
+    Args:
+        others: the optimisers that are distributed already.
+    """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in model.named_parameters()}
     for other in others:
         taken = {id(slot.tensor) for slot in other.strategy.model.slots}
-        twice = next((names.get(id(p), "a parameter") for p in params if id(p) in taken), None)
-        if twice is not None:
-            raise rules.error("two optimisers have one parameter", name=twice)
-    extra = [(f"optimizer parameter {i}", p) for i, p in enumerate(params) if id(p) not in names]
-    rest = all(other.strategy.model.module is not model for other in others)
-    return FlatModel(model, bucket_bytes=bucket_bytes, extra=extra, only=params, buffers=buffers, rest=rest)
+        shared_name = next((names.get(id(p), "a parameter") for p in params if id(p) in taken), None)
+        if shared_name is not None:
+            raise rules.error("two optimisers have one parameter", name=shared_name)
+    outside = [(f"optimizer parameter {i}", p) for i, p in enumerate(params) if id(p) not in names]
+    is_first = all(other.strategy.model.module is not model for other in others)
+    return FlatModel(model, bucket_bytes=bucket_bytes, extra=outside, only=params, buffers=buffers, rest=is_first)

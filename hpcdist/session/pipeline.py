@@ -85,15 +85,15 @@ def pipeline(
     if example is not None and cut is not None:
         raise ConfigError(f"cut must be None with an example, by which layers are measured; got {cut}. Pass only one.")
     sizes = list(cut.sizes) if isinstance(cut, Cut) else None if cut is None else list(cut)
-    how: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule, "chunks": chunks}
-    how["recompute"] = recompute
+    options: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule, "chunks": chunks}
+    options["recompute"] = recompute
     settings = {"stages": stages, "spread": spread, "cut": sizes, "example": example is not None, "routing": routing}
-    require_equal(session.comm, settings | {"seed": seed} | how, "settings of the pipeline")
+    require_equal(session.comm, settings | {"seed": seed} | options, "settings of the pipeline")
     grid = grid_of(session, stages, spread)
     if example is not None:
         x, y = _micro_batch(example, micro_batches)
-        cut = measured_cut(session.comm, lambda: measure(model, x, loss, y, device=device or "cpu"), stages, **how)
-    stage = Pipeline(model, loss, grid, cut=cut, routing=routing, seed=seed, device=device, **how)
+        cut = measured_cut(session.comm, lambda: measure(model, x, loss, y, device=device or "cpu"), stages, **options)
+    stage = Pipeline(model, loss, grid, cut=cut, routing=routing, seed=seed, device=device, **options)
     session.grid, session.grid_by = grid, "hpcdist.pipeline"
     return stage
 

@@ -85,6 +85,7 @@ class SavedWorld:
         return checkpoint.raise_on_all_ranks(session.comm, understood)
 
     def _has_same(self, session: Session, optimizer: Any, keys: tuple[str, ...]) -> bool:
+        """Return whether this rank's optimiser has the strategy and the slices that this rank saved."""
         saved, local = _SavedSubtree(self.rank(session.comm.rank), keys), capture(optimizer)
         same = saved.at("about", "strategy") == local["about"]["strategy"]
         return same and positions_of(saved.at) == positions_of(local.get)
@@ -117,7 +118,7 @@ class SavedState:
         self._ranks, self._stages, self.path = ranks, stages, path
         replicas = range(len(ranks) // stages)
         self.workers = [replica for replica in replicas if ranks[replica * stages].at("works", default=True)]
-        self._also: dict[str, str] = {}
+        self._also: dict[str, str] = {}  # see `ParameterLayout.also`
         for rank in ranks:
             if not isinstance(rank.at("about", "strategy"), str):
                 raise CheckpointError(f"{path} must name the strategy that saved it; take another checkpoint.")
@@ -137,7 +138,7 @@ class SavedState:
         same = self._ranks[0].at("about", "strategy") == name_of(strategy)
 
         def of_ranks(name: str) -> list[Any]:
-            values = (rank.at("strategy", name, default=self) for rank in self._ranks)
+            values = (rank.at("strategy", name, default=self) for rank in self._ranks)  # `self`: a rank has no value
             return [value for value in values if value is not self]
 
         def slices(spec: StateSpec) -> Named:
@@ -169,15 +170,15 @@ class SavedState:
 
     def whole(self) -> dict[str, Tensor]:
         """Return the state dict of the whole model."""
-        excluded, complex_names, firsts, state = set(), set(), set(), dict[str, Tensor]()
+        excluded, complex_names, unaveraged, state = set(), set(), set(), dict[str, Tensor]()
         for rank in self._ranks:
             excluded |= set(rank.at("about", "beside"))
             complex_names |= set(rank.at("about", "complex"))
-            firsts |= set(rank.at("about", "firsts", default=()))
+            unaveraged |= set(rank.at("about", "firsts", default=()))
         for kind in ("masters", "frozen", "buffers"):
             for main_name, chunks in self._index(kind).items():
                 position = chunks[0][1].position
-                averaged = kind == "masters" or (kind == "buffers" and position.name not in firsts)
+                averaged = kind == "masters" or (kind == "buffers" and position.name not in unaveraged)
                 combine = mean_of_ranks if averaged else first
                 tensor = self._cut(chunks, SlicePosition.whole(position.name, position.shape), combine).clone()
                 state[main_name] = torch.view_as_complex(tensor) if position.name in complex_names else tensor
@@ -188,8 +189,11 @@ class SavedState:
     def _slice(
         self, position: SlicePosition, sources: Sequence[Sequence[str]], combine: Combine, ranks: int = 1
     ) -> Slice:
-        """Return a slice that is read on first use. A missing slice is zero if the values are divided among ranks."""
+        """Return a slice that is read on first use. A missing slice is zero if the values are divided among ranks.
 
+        Args:
+            sources: saved kinds; the first one that has the tensor is read.
+        """
         chunks = next(filter(None, (self._index(*keys).get(self._main_name(position.name)) for keys in sources)), [])
         if not chunks and combine not in (first, mean_of_ranks):
             return Slice(position, partial(torch.zeros, position.part if position.span is None else (position.numel,)))
@@ -205,13 +209,13 @@ class SavedState:
     def _cut(
         self, chunks: Sequence[tuple[int, Slice]], position: SlicePosition, combine: Combine, ranks: int = 1
     ) -> Tensor:
-        """Combine the replicas' slices of a tensor, join them, and return the part at `position`."""
+        """Combine a tensor's slices (`chunks`, by replica) over replicas, join them; return the part at `position`."""
         replicas_of: dict[SlicePosition, dict[int, Slice]] = {}
         for replica, chunk in chunks:  # if several ranks of a replica saved the same slice, the first one's
             replicas_of.setdefault(replace(chunk.position, name=position.name), {}).setdefault(replica, chunk)
         combined = {
-            saved: combine([chunk.tensor for chunk in replicas.values()], len(self.workers), ranks)
-            for saved, replicas in replicas_of.items()
+            saved_position: combine([chunk.tensor for chunk in replicas.values()], len(self.workers), ranks)
+            for saved_position, replicas in replicas_of.items()
         }
         return cut(join(combined, self.path), position, self.path)
 
@@ -220,6 +224,7 @@ class SavedState:
         return self._also.get(name, name)
 
     def _replicas(self) -> Iterator[tuple[int, SavedValues]]:
+        """Yield each saved rank's values, with the number of its replica."""
         for rank, values in enumerate(self._ranks):
             yield rank // self._stages, values
 
@@ -239,9 +244,9 @@ class SavedState:
         groups: list[dict[str, Any]] = []
         for replica, rank in self._replicas():
             for name in rank.names("optimizer", "state"):
-                held = saved.setdefault(self._main_name(name), [])
-                if not held or held[0][0] == replica:  # the first replica that has it
-                    held.append((replica, rank.at("optimizer", "state", name)))
+                states_of_name = saved.setdefault(self._main_name(name), [])
+                if not states_of_name or states_of_name[0][0] == replica:  # the first replica that has it
+                    states_of_name.append((replica, rank.at("optimizer", "state", name)))
             if replica == self.workers[0]:  # schedules change the workers' rates; servers may get them later
                 groups += rank.at("optimizer", "param_groups")
         self._restore_counters(groups)
@@ -253,10 +258,10 @@ class SavedState:
         return {"state": state, "param_groups": named}
 
     def _restore_counters(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Set numbers of a worker's groups that the optimiser's steps change, such as counts, from ranks that stepped.
+        """Copy numbers that steps change in param_groups, such as counts, from ranks whose optimiser took the steps.
 
         Args:
-            groups: of the first worker, of all stages in order.
+            groups: the first worker's, of all stages in order; changed in place. Servers may have stepped for it.
         """
         start = 0
         for stage in range(self._stages):

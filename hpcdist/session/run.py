@@ -104,7 +104,7 @@ class PlannedLoop:
 
 
 def _arguments(argv: Sequence[str], folder: Path) -> dict[str, str]:
-    """Return a script's arguments by name, to distinguish runs in reports; without paths inside the run's folder."""
+    """Return a script's arguments by name or position, to distinguish runs in reports, without paths in `folder`."""
     result, name = {}, ""
     for position, argument in enumerate(argv, 1):
         if argument.startswith("-") and not argument.lstrip("-")[:1].isdigit():
@@ -112,11 +112,11 @@ def _arguments(argv: Sequence[str], folder: Path) -> dict[str, str]:
             result[name] = value
         else:
             result[name or str(position)], name = argument, ""
-    home = folder.resolve()
+    run_folder = folder.resolve()
 
     def is_path_inside(value: str) -> bool:  # a single word is a path only if it is the folder itself
         path = Path(value).resolve()
-        return bool(value) and (path == home or (os.sep in value and path.is_relative_to(home)))
+        return bool(value) and (path == run_folder or (os.sep in value and path.is_relative_to(run_folder)))
 
     return {name: value for name, value in result.items() if not is_path_inside(value)}
 
@@ -157,8 +157,8 @@ class LoopRun:
         self._comm, self._until_the_end = comm, ExitStack()
         self._script = Path(script or getattr(sys.modules["__main__"], "__file__", None) or INTERACTIVE)
         claim = self._claimed_in_job if of_job else self._claimed
-        text = comm.gather(comm.raise_on_all_ranks(lambda: str(claim(folder)) if comm.rank == 0 else ""))[0]
-        self.folder = Path(text)
+        claimed = comm.gather(comm.raise_on_all_ranks(lambda: str(claim(folder)) if comm.rank == 0 else ""))[0]
+        self.folder = Path(claimed)
         self._writer: RecordWriter | None = None
         self._sampler: Sampler | None = None
         self._workers: tuple[int, ...] = ()
@@ -178,11 +178,11 @@ class LoopRun:
         with making(folder, "run"):
             folder.mkdir(parents=True, exist_ok=True)
         self._until_the_end.enter_context(locked(folder, ENDING_S, "run"))
-        before = load_run(folder)
+        earlier = load_run(folder)
         if (folder / SUMMARY).exists():
             self._refuse(f"in which no run has ended; got {folder}, where one has; `hpcdist runs rm` removes it")
-        if before is not None and Path(before.job.path).name != self._script.name:
-            self._refuse(f"of {self._script.name}, or a new one; got {folder}, which holds a run of {before.job.path}")
+        if earlier is not None and Path(earlier.job.path).name != self._script.name:
+            self._refuse(f"of {self._script.name}, or a new one; got {folder}, which holds a run of {earlier.job.path}")
         return folder
 
     def _refuse(self, why: str) -> NoReturn:
@@ -273,10 +273,11 @@ class LoopRun:
         return True
 
     def _require_same(self, strategy: str) -> None:
-        before = load_run(self.folder)
-        there = strategy if before is None else before.last.settings["strategy"]["name"]
-        if there != strategy:
-            self._refuse(f"of {strategy}, or a new one; got {self.folder}, whose run with {there} has not ended")
+        """Raise ConfigError if the folder has an unfinished run with another strategy."""
+        earlier = load_run(self.folder)
+        saved = strategy if earlier is None else earlier.last.settings["strategy"]["name"]
+        if saved != strategy:
+            self._refuse(f"of {strategy}, or a new one; got {self.folder}, whose run with {saved} has not ended")
 
     @property
     def has_ended(self) -> bool:
@@ -302,7 +303,7 @@ class LoopRun:
         self._counted_s = self._comm.now()
 
     def _open(self, step: int) -> RecordWriter:
-        """Open this rank's records at the first step of this start; earlier, the step to continue from is unknown."""
+        """Open this rank's records, after the first step of this start: before it, that step's number is unknown."""
         path, rank = record_path(self.folder, self._comm.rank), self._comm.rank
         if self._is_main and step > 1:
             earlier = {of: [each for each in r if each.step < step] for of, r in read_records(self.folder).items()}
@@ -360,14 +361,14 @@ class LoopRun:
         comm = self._comm
         self._write_early(self.strategy.steps)  # if no step was taken
         pending = comm.gather(self.strategy.records.pending())
-        sums = comm.gather(digest(params))[:stages]
+        digests = comm.gather(digest(params))[:stages]
         self._close()
         comm.barrier()  # all records are in the files
         if self._is_main:
             self._summary = {
                 "strategy": name_of(self.strategy), "ranks": comm.size, "stages": stages, "wall_s": self._seconds,
                 "seed": self._seed, "workers": len(self._workers) // stages,
-                "sha256": sums[0] if stages == 1 else hashlib.sha256("".join(sums).encode()).hexdigest(),
+                "sha256": digests[0] if stages == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
                 "pending": sum(filter(None, pending)), "lost_ranks": list(comm.failures.lost), "energy": NO_ENERGY,
             }  # fmt: skip
             self._write_summary()
@@ -436,18 +437,11 @@ def describe_start(
     return Start(
         started=now(),
         job=copy_job(folder, script, imported) if is_file else JobFile(path=str(script), sha256="", copies={}),
-        commit=revision,
-        dirty=dirty,
-        ranks=comm.size,
-        hosts=[host for host, _ in cores],
-        cores=cores_by_host(cores),
-        processors=os.cpu_count(),
-        load=load_average(),
-        versions=versions(comm),
-        settings=dict(settings),
+        commit=revision, dirty=dirty, ranks=comm.size, hosts=[host for host, _ in cores], cores=cores_by_host(cores),
+        processors=os.cpu_count(), load=load_average(), versions=versions(comm), settings=dict(settings),
         virtual=None if comm.platform.virtual is None else json.loads(json.dumps(comm.platform.virtual, default=str)),
         **further,
-    )
+    )  # fmt: skip
 
 
 def required_versions(comm: Communicator) -> dict[str, str]:

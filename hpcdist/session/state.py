@@ -62,15 +62,15 @@ class ParameterLayout:
         module = model.module
         slots = {"params": model.slots, "frozen": model.frozen_slots, "buffers": model.flat_buffers.slots}
         names = {id(slot.tensor): slot.name for of_kind in slots.values() for slot in of_kind}
-        tied = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        known = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
-        parts = module.describe_parts() if isinstance(module, PartOfModel) else {}
-        rank = module.grid.stage if isinstance(module, PartOfModel) else 0
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        state_dict_ids = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+        parts = module.describe_parts() if isinstance(module, PartOfModel) else {}  # of larger tensors, by name
+        stage = module.grid.stage if isinstance(module, PartOfModel) else 0
         self._model, whole = model, {name: part["of"] for name, part in parts.items()}
-        self.also = {name: names[id(t)] for name, t in unwrapped(module, tied) if name != names.get(id(t), name)}
-        self.names = {number: whole.get(name, name) for number, name in names.items()}
-        self._excluded = [name for number, name in self.names.items() if number not in known]  # such as a loss's
-        self._segments = {kind: [_segment_of(slot, parts, rank) for slot in slots[kind]] for kind in KINDS}
+        self.also = {name: names[id(t)] for name, t in unwrapped(module, tensors) if name != names.get(id(t), name)}
+        self.names = {key: whole.get(name, name) for key, name in names.items()}
+        self._excluded = [name for key, name in self.names.items() if key not in state_dict_ids]  # such as a loss's
+        self._segments = {kind: [_segment_of(slot, parts, stage) for slot in slots[kind]] for kind in KINDS}
         self.positions = {each.typed.name: each.typed for kind in KINDS for each in self._segments[kind]}
 
     def about(self) -> dict[str, Any]:
@@ -83,7 +83,11 @@ class ParameterLayout:
         return {"also": self.also, "beside": self._excluded, "complex": complex_names, "firsts": firsts}
 
     def parts(self, kind: str, ranges: Ranges | None = None) -> Iterator[tuple[int, int, SlicePosition]]:
-        """Yield the group, the first element in the group's tensor, and the position of each slice in these ranges."""
+        """Yield the flat tensor's number, the slice's first element in it, and the slice's position, for each slice.
+
+        Args:
+            ranges: elements [first, last) of each group that its flat tensor holds; None: all.
+        """
         for each in self._segments[kind]:
             if ranges is None:
                 yield each.group, each.start, each.position
@@ -135,7 +139,12 @@ def _tensor_at(named: Mapping[str, Slice], position: SlicePosition) -> Tensor:
 
 
 def _segment_of(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -> _FlatSegment:
-    """Return the position of a tensor, which may be a part of one (see `describe_parts`)."""
+    """Return the position of a tensor, which may be a part of a larger one.
+
+    Args:
+        parts: the result of `PartOfModel.describe_parts`.
+        rank: this rank's number in the replica.
+    """
     shape = tuple(slot.shape)
     typed = SlicePosition.whole(slot.name, shape)
     if slot.name in parts:
@@ -151,7 +160,7 @@ def _segment_of(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -
 
 
 def _chunk_of(part: Mapping[str, Any], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offset and size of a rank's part: a chunk along each dimension that the mesh divides."""
+    """Return (offset, size) of a rank's `part` (see `describe_parts`): a chunk along each divided dimension."""
     ranks = torch.tensor(part["ranks"])
     spans = [(0, size) for size in part["shape"]]
     indices = (ranks == rank).nonzero()[0].tolist() if part["dims"] else []  # empty if all ranks have the same part
@@ -175,15 +184,15 @@ def capture_strategy(strategy: Strategy) -> dict[str, Any]:
     model = strategy.model
     model.refresh()
     layout, values = ParameterLayout(model), strategy.state.save()
-    flats = strategy.state.parameters()
-    for name, entry in strategy.state.specs.items():
-        if entry.sharded:
-            values[name] = layout.split("params", values[name], entry.ranges) if values[name] else {}
+    masters = strategy.state.parameters()
+    for name, spec in strategy.state.specs.items():
+        if spec.sharded:
+            values[name] = layout.split("params", values[name], spec.ranges) if values[name] else {}
     return {
         "params": layout.split("params", model.params),
         "frozen": layout.split("frozen", model.frozen),
         "buffers": layout.split("buffers", model.buffers),
-        "masters": {} if flats is None else layout.split("params", flats.tensors, flats.ranges),
+        "masters": {} if masters is None else layout.split("params", masters.tensors, masters.ranges),
         "works": strategy.is_worker,
         "strategy": values,
         "about": {"strategy": name_of(strategy), **layout.about()},
@@ -196,8 +205,8 @@ def _optimizer_state(optimizer: Any, layout: ParameterLayout) -> dict[str, Any]:
 
     def sliced(name: str, value: Any) -> Any:
         position = layout.positions.get(name)
-        alongside = position is not None and isinstance(value, Tensor) and tuple(value.shape) == position.part
-        return Slice(position, value) if position is not None and alongside else value
+        same_shape = position is not None and isinstance(value, Tensor) and tuple(value.shape) == position.part
+        return Slice(position, value) if position is not None and same_shape else value
 
     state = {}
     for index, values in raw["state"].items():
@@ -268,18 +277,18 @@ def restore_strategy(
 def _with_numbers(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict for the local optimiser, with numbers instead of parameter names."""
     order, local = parameter_order(optimizer, layout), optimizer.attachment.local_state_dict()
-    numbers = {name: index for index, name in enumerate(order)}
+    number_of = {name: index for index, name in enumerate(order)}
     state = {}
     for name, values in saved["state"].items():
         if isinstance(values, dict):
             values = {k: v.tensor if isinstance(v, Slice) else v for k, v in values.items()}
-        state[numbers.get(name, name)] = values
-    groups = []
+        state[number_of.get(name, name)] = values
+    groups = []  # this rank's groups, each with the saved settings of the group that has one of its parameters
     for number, group in enumerate(local["param_groups"]):
         names = {order[index] for index in group["params"]}
         sharing = [each for each in saved["param_groups"] if not names.isdisjoint(each["params"])]
-        numbered = saved["param_groups"][number : number + 1]  # for a group without parameters here
-        settings = (sharing or numbered or [{}])[0]
+        same_number = saved["param_groups"][number : number + 1]  # for a group without parameters here
+        settings = (sharing or same_number or [{}])[0]
         groups.append(group | {k: v for k, v in settings.items() if k not in ("params", "param_names")})
     return {**saved, "state": state, "param_groups": groups}
 
@@ -317,14 +326,15 @@ def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, logs: 
             _require_kind(setting, there, value, path)
             compare_settings(there, value, path, logs=logs, name=f"{setting}.")
         elif there is not _NOTHING and there != value and logs:
-            of_state = setting.rpartition(": ")[2].partition(".")[0] in ("optimizer", "schedule")
+            in_state = setting.rpartition(": ")[2].partition(".")[0] in ("optimizer", "schedule")
             _log.warning(
                 "%s is %r here, and %r in %s: continuing with %s.",
-                setting, value, there, path, "the checkpoint's" if of_state else "this run's",
+                setting, value, there, path, "the checkpoint's" if in_state else "this run's",
             )  # fmt: skip
 
 
 def _require_kind(setting: str, saved: Mapping[str, Any], local: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError if `setting` is the optimiser or a schedule, and has another name than the saved one."""
     kind = setting.rpartition(".")[2]
     if kind in ("optimizer", "schedule") and "name" in local and saved.get("name") != local["name"]:
         raise CheckpointError(

@@ -57,8 +57,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if not uses_batch or comm is None or gradients is None or comm.size == 1:
             return self._normalise_locally(input, uses_batch)
         weight = gradients.weight if gradients.weights_batches else float(gradients.weight > 0)
-        how = self.weight, self.bias, self.eps, weight, comm
-        output, mean, variance, count = _Normalise.apply(input, *how)  # type: ignore[no-untyped-call]
+        options = self.weight, self.bias, self.eps, weight, comm
+        output, mean, variance, count = _Normalise.apply(input, *options)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None:
             self._track(mean, variance, float(count))
         return output
@@ -76,6 +76,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return 1.0 / float(tracked) if self.momentum is None else self.momentum
 
     def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
+        """Update the running statistics, with the unbiased variance."""
         factor = self._count_batch()
         with torch.no_grad():
             layer: Any = self  # its statistics are tensors here
@@ -91,17 +92,17 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, weight: float, comm: Communicator
     ) -> Any:
         axes = [axis for axis in range(x.dim()) if axis != 1]
-        wide = x.double()
+        x64 = x.double()
         count = float(x.numel() // x.shape[1])
-        local = torch.cat([wide.sum(axes), wide.square().sum(axes), wide.new_tensor([count])])
+        local = torch.cat([x64.sum(axes), x64.square().sum(axes), x64.new_tensor([count])])
         sums = local if weight else torch.zeros_like(local)
         comm.allreduce(sums)
         total = sums[-1].clamp(min=1.0)
-        mean, square = (sums[:-1] / total).chunk(2)
-        variance = (square - mean.square()).clamp(min=0.0)
+        mean, mean_square = (sums[:-1] / total).chunk(2)
+        variance = (mean_square - mean.square()).clamp(min=0.0)
         inverse = (variance + eps).rsqrt()
         shape = [1, -1] + [1] * (x.dim() - 2)
-        normalised = ((wide - mean.view(shape)) * inverse.view(shape)).to(x.dtype)
+        normalised = ((x64 - mean.view(shape)) * inverse.view(shape)).to(x.dtype)
         ctx.save_for_backward(normalised, scale, inverse, total)
         ctx.axes, ctx.shape, ctx.weight, ctx.comm, ctx.shifts = axes, shape, weight, comm, shift is not None
         output = normalised if scale is None else normalised * scale.view(shape).to(x.dtype)
@@ -113,18 +114,18 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
         normalised, scale, inverse, total = ctx.saved_tensors
         axes, shape, weight = ctx.axes, ctx.shape, ctx.weight
-        wide, hat = grad.double(), normalised.double()
-        along, across = wide.sum(axes), (wide * hat).sum(axes)
+        grad64, hat = grad.double(), normalised.double()
+        grad_sum, product_sum = grad64.sum(axes), (grad64 * hat).sum(axes)
         # Parameters multiply their gradients by the rank's weight; weight the sums over ranks here accordingly.
-        both = torch.cat([along, across])
-        sums = both * weight if weight else torch.zeros_like(both)
+        local = torch.cat([grad_sum, product_sum])
+        sums = local * weight if weight else torch.zeros_like(local)
         ctx.comm.allreduce(sums)
-        mean_along, mean_across = (sums / (total * (weight or 1.0))).chunk(2)
+        mean_grad, mean_product = (sums / (total * (weight or 1.0))).chunk(2)
         factor = inverse if scale is None else inverse * scale.double()
-        inner = wide - mean_along.view(shape) - hat * mean_across.view(shape)
-        grad_x = (inner * factor.view(shape)).to(grad.dtype) if weight else torch.zeros_like(grad)
-        grad_scale = None if scale is None else across.to(scale.dtype)
-        grad_shift = along.to(scale.dtype if scale is not None else grad.dtype) if ctx.shifts else None
+        centred = grad64 - mean_grad.view(shape) - hat * mean_product.view(shape)
+        grad_x = (centred * factor.view(shape)).to(grad.dtype) if weight else torch.zeros_like(grad)
+        grad_scale = None if scale is None else product_sum.to(scale.dtype)
+        grad_shift = grad_sum.to(scale.dtype if scale is not None else grad.dtype) if ctx.shifts else None
         return grad_x, grad_scale, grad_shift, None, None, None
 
 

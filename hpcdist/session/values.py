@@ -81,8 +81,8 @@ class AnyDtype:
         narrow = type(value) is Tensor and (value.dtype in SIGNED or value.dtype in WIDE)
         if not narrow or value.layout is not torch.strided or value.requires_grad:
             return getattr(super(), "reducer_override", lambda _: NotImplemented)(value)  # cloudpickle has one
-        integers = getattr(torch, f"int{8 * value.itemsize}")
-        return Tensor.view, (value.resolve_conj().resolve_neg().view(integers), value.dtype)
+        int_dtype = getattr(torch, f"int{8 * value.itemsize}")
+        return Tensor.view, (value.resolve_conj().resolve_neg().view(int_dtype), value.dtype)
 
 
 class _Pickler(AnyDtype, pickle.Pickler):
@@ -144,6 +144,7 @@ def allreduce(value: Any, op: Op = "mean") -> Any:
 
 
 def _map_leaves(value: Any, work: Callable[[Any], Any]) -> Any:
+    """Return nested dicts, lists and tuples with the results of `work` for their values."""
     if isinstance(value, Mapping):
         return {key: _map_leaves(item, work) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -167,13 +168,13 @@ def _reduce(value: Any, op: Op) -> Any:
         )
     combine = reduction(op, value.dtype)
     _same_kind(f"{value.dtype} {tuple(value.shape)}")
-    comm, wide = _ranks(), WIDE.get(value.dtype, value.dtype)
+    comm, wide_dtype = _ranks(), WIDE.get(value.dtype, value.dtype)
     if op in ("min", "max") or value.dtype is torch.bool:
         result = torch.empty(value.numel(), dtype=value.dtype)
         combine([each.reshape(-1) for each in _values_of_all(comm, value.detach().cpu())], result)
         return result.view(value.shape).to(value.device)
     # A mean is rounded once, after the division: the sum of float16 values may overflow although their mean doesn't.
-    total = torch.empty(value.shape, dtype=wide, device=value.device).copy_(value.detach())
+    total = torch.empty(value.shape, dtype=wide_dtype, device=value.device).copy_(value.detach())
     comm.allreduce(total.view(-1))
     return (total.div_(len(comm.failures.alive)) if op == "mean" else total).to(value.dtype)
 

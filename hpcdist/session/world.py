@@ -136,13 +136,11 @@ def refuse_calls_of_servers(session: Session) -> None:
     before, workers = session.calls_before, session.group
     if before is None or workers is None:
         return
-    local_ranks, ranks_of = workers.platform.world_ranks, dist.distributed_c10d._world.pg_group_ranks
-    called = [
-        group for group, count in count_collective_calls().items() if count > before.get(group, -1)
-    ]  # -1: new groups
-    serving = sorted({rank for group in called for rank in ranks_of.get(group, ())}.difference(local_ranks))
-    if serving and session.calls_before is before:  # else the loop has ended, and the counts include later calls
-        raise rules.error("server ranks are called by torch.distributed", serving=serving[0], workers=list(local_ranks))
+    ranks, ranks_of = workers.platform.world_ranks, dist.distributed_c10d._world.pg_group_ranks
+    called = [group for group, count in count_collective_calls().items() if count > before.get(group, -1)]  # -1: new
+    servers = sorted({rank for group in called for rank in ranks_of.get(group, ())}.difference(ranks))
+    if servers and session.calls_before is before:  # else the loop has ended, and the counts include later calls
+        raise rules.error("server ranks are called by torch.distributed", serving=servers[0], workers=list(ranks))
 
 
 def init(
@@ -273,6 +271,7 @@ def _join_world(
 
 
 def _role() -> str:
+    """Return this rank's role for the watchdog's messages; raise ConfigError if the loop called a server."""
     refuse_calls_of_servers(_process)
     return "it serves" * _process.serves
 

@@ -57,12 +57,9 @@ class ADPSGD(Strategy):
         topology: Named = Field(Named(name="bipartite"), description="graph of the pairs of ranks that average")
 
     contract = Contract(
-        averages="parameters",
-        synchronizes="never",
-        consensus="elsewhere",
-        memory="read by others",
+        averages="parameters", synchronizes="never", consensus="elsewhere", memory="read by others",
         deaths="others continue",
-    )
+    )  # fmt: skip
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         topology = make_topology(config.topology, comm)
@@ -112,7 +109,7 @@ class ADPSGD(Strategy):
             if self._holder.compare_and_swap(_FREE, token, peer) != _FREE:
                 return False
             for window, fetched, local in zip(self._shared, self._fetched, self.model.params, strict=True):
-                if window.change(_average, peer, local):
+                if window.change(_average, peer, local):  # in the peer's memory, if this process maps it
                     continue
                 window.get(fetched, peer)
                 change = fetched.to(local.device)
@@ -139,6 +136,7 @@ class ADPSGD(Strategy):
         return outcome
 
     def _free_from_the_dead(self) -> None:
+        # Free this rank's lock if the rank that holds it has failed.
         if len(self.peers.present) < self.comm.size:
             holder = int(self._holder.local[0])
             if holder != _FREE and holder - 1 not in self.peers.present:
@@ -204,6 +202,6 @@ def bipartition(topology: Topology) -> tuple[frozenset[int], frozenset[int]]:
         )
     second: set[int] = set()
     for part in nx.connected_components(graph):
-        first = nx.single_source_shortest_path_length(graph, min(part))
-        second |= {rank for rank, distance in first.items() if distance % 2}
+        distances = nx.single_source_shortest_path_length(graph, min(part))
+        second |= {rank for rank, distance in distances.items() if distance % 2}
     return frozenset(set(graph) - second), frozenset(second)

@@ -205,7 +205,7 @@ class AllReduce(Strategy):
             self._merged_s = now_s
         overlapped = self._overlapped if self._trial is None else bool(self._trial.variant)
         if overlapped or self._overlapped:
-            self._arm(overlapped)
+            self._arm(overlapped)  # announce the next step's buckets
 
     def _averaged(self) -> dict[int, list[str]]:
         """Collective. Average gradients if still necessary; return the names of non-finite gradients by rank."""
@@ -230,8 +230,9 @@ class AllReduce(Strategy):
                 "optimizer.synchronize() first, where fewer passes make a step."
             )
         bad = self._averaged()
-        checked = self.config.on_nonfinite != "ignore" or self.gradients.ignores_nonfinite  # else a GradScaler skips
-        if self.gradients.changed or not checked:
+        # False where backward passes have ignored non-finite gradients, and a GradScaler now asks to skip the update.
+        was_checked = self.config.on_nonfinite != "ignore" or self.gradients.ignores_nonfinite
+        if self.gradients.changed or not was_checked:
             # The loop may have fixed gradients, or made them non-finite, equally on all ranks.
             local_bad = self._by_rank(self.gradients.nonfinite(again=True))
             bad = local_bad and (bad or local_bad)
@@ -298,7 +299,7 @@ class AllReduce(Strategy):
         self._arm(overlapped=False)
 
     def _average(self) -> Tensor:
-        """Collective. Average gradients, or wait for the thread that does; return which parameters have one here."""
+        """Collective. Average gradients, or wait until they are; return which parameters have one on this rank."""
         used = self.model.gradients.collect(last=self._overlapped)
         if not self._overlapped:
             self._averaging.now(self.model.gradients.buckets)
@@ -310,7 +311,7 @@ class AllReduce(Strategy):
         return used
 
     def _average_compressed(self, sum_up: Reduction) -> tuple[Tensor, dict[int, list[str]]]:
-        # Non-finite values must not enter the residual.
+        # Like `_agreement` it returns used parameters and bad ones. Non-finite values must not enter the residual.
         used, bad = self._agreement(self.model.gradients.collect(), self.gradients.nonfinite())
         if bad:
             for flat in self.model.grads:  # so that all ranks skip the update

@@ -110,7 +110,7 @@ class AsyncDiLoCo(ServerStrategy):
         self.compose(lambda: _PeriodWorker(self), lambda: _DeltaServer(self, every, workers))
 
     def speeds(self, local_speed: float) -> list[float]:
-        """Send this worker's speed, in steps per second, to the first server; return all surviving workers'."""
+        """Send this worker's speed, in steps per second, to the first server; return all ranks', 0 for failed ones."""
         all_speeds = torch.zeros(self.comm.size, dtype=torch.float64)
         if self._speeds is not None:
             server = self.roles.servers[0]
@@ -131,9 +131,8 @@ class _PeriodWorker(Worker):
     def __init__(self, strategy: AsyncDiLoCo):
         super().__init__(strategy)
         self._of, self._config, state = strategy, strategy.config, strategy.state
-        self._read = state.sharded(
-            "read", self.model.params, start="parameters", resets=True
-        )  # θ at the start of the period
+        # θ at the start of the period.
+        self._read = state.sharded("read", self.model.params, start="parameters", resets=True)
         self.done = state.value("done", 0, self, resets=True)  # steps of this period
         self.gradients = state.value("gradients", 0, self, resets=True)  # number of gradients in this period
         self.steps = state.value("period", self._config.period, self, "steps")
@@ -155,7 +154,7 @@ class _PeriodWorker(Worker):
     def _exchange(self) -> dict[int, float]:
         """Push this period's change, and start the next period from the servers' θ; return waiting times by rank."""
         config = self._config
-        delta = [before - local for before, local in zip(self._read, self.model.params, strict=True)]
+        delta = [start - local for start, local in zip(self._read, self.model.params, strict=True)]
         used = self.strategy.gradients.take_used() > 0
         self.client.push(GRADIENT, tensors=delta, used=used, weight=float(self.gradients), **self.stamps())
         if config.dynamic:
@@ -191,13 +190,11 @@ class _DeltaServer(Server):
         super().__init__(strategy, strategy.replica, strategy.config.learner_deadline_s)
         self._shard, self._config = strategy.placement.shard, strategy.config
         self._every, self._workers = every, workers
-        state, ranges, templates = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
-        # θ, m and Δ
-        self._params = state.sharded(
-            "params", templates, start="parameters", reshard="first", resets=True, ranges=ranges
-        )
-        self._momentum = state.sharded("momentum", templates, reshard="first", ranges=ranges)
-        self._sum = state.sharded("sum", templates, ranges=ranges)
+        state, ranges, like = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
+        # θ, m and Δ of the shard.
+        self._params = state.sharded("params", like, start="parameters", reshard="first", resets=True, ranges=ranges)
+        self._momentum = state.sharded("momentum", like, reshard="first", ranges=ranges)
+        self._sum = state.sharded("sum", like, ranges=ranges)
         self.count = state.value("count", 0, self)  # pushes since the last step of the momentum
         self._used = state.flags("pushed", torch.zeros(len(strategy.model.slots), dtype=torch.bool))  # in any of them
 
@@ -215,7 +212,7 @@ class _DeltaServer(Server):
             for request in waiting:
                 self._apply(request)
             for request in waiting:
-                values = [new.to(own.dtype) for new, own in zip(self._params, self.model.params)]
+                values = [new.to(param.dtype) for new, param in zip(self._params, self.model.params)]
                 self.inbox.reply(Reply(request, self.replica.clock, values))
 
     def _apply(self, request: ServerRequest) -> None:
@@ -225,8 +222,8 @@ class _DeltaServer(Server):
         self.count += 1
         ends = self.count == self._every
         self._used |= request.used
-        alone = self._config.rule in ("nesterov", "discounted")
-        used = request.used if alone else self._used
+        momentum_each_time = self._config.rule in ("nesterov", "discounted")
+        used = request.used if momentum_each_time else self._used
         with self.model.skip_unused(used, self._momentum, self._shard.ranges):
             for x, momentum, total, delta in zip(self._params, self._momentum, self._sum, deltas, strict=True):
                 self._step(x, momentum, total, delta, staleness, ends)
@@ -236,6 +233,7 @@ class _DeltaServer(Server):
         self.count_update([staleness] * int(request.weight))  # of each gradient in it
 
     def _step(self, x: Tensor, momentum: Tensor, total: Tensor, delta: Tensor, staleness: int, ends: bool) -> None:
+        # Update a part of θ, m and Δ by a push δ; `ends`: it is the last of N.
         config, n = self._config, self._every
         beta, spread, rule = config.outer_momentum, config.spread, config.rule
         if rule in ("nesterov", "discounted"):

@@ -6,7 +6,7 @@ import abc
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -20,6 +20,7 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
 from hpcdist.parallel.agreement import Agreement
 from hpcdist.records import StepRecord
+from hpcdist.records.run import FORMER_OPTIONS
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.gradients import LocalGradients
 from hpcdist.strategies.common.records import Outcome, Recorder
@@ -76,23 +77,25 @@ class Strategy(abc.ABC):
             "stop", description="at a NaN or infinite gradient end the run, skip the update, or ignore it"
         )
 
-        _former: ClassVar[Mapping[str, str]] = {}  # former name of an option -> current name
+        @classmethod
+        def _current_name(cls, name: str) -> str:
+            current = FORMER_OPTIONS.get(name, name)
+            return current if current in cls.model_fields else name
 
         @model_validator(mode="before")
         @classmethod
         def _refuse_former(cls, options: Any) -> Any:
-            for name in cls._former if isinstance(options, Mapping) else ():
-                if name in options:
+            for name, value in options.items() if isinstance(options, Mapping) else ():
+                if (current := cls._current_name(name)) != name:
                     raise ValueError(
-                        f"strategy.{name} must be given as strategy.{cls._former[name]}, its name now; got "
-                        f"{options[name]!r}. Rename it."
+                        f"strategy.{name} must be given as strategy.{current}, its name now; got {value!r}. Rename it."
                     )
             return options
 
         @classmethod
         def with_current_names(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
             """Return saved options, with former names replaced by current ones."""
-            return {cls._former.get(name, name): value for name, value in saved.items()}
+            return {cls._current_name(name): value for name, value in saved.items()}
 
         def workers(self, size: int) -> tuple[int, ...]:
             """Return the ranks, of `size`, that compute gradients; the others are servers."""
@@ -125,7 +128,7 @@ class Strategy(abc.ABC):
 
     @classmethod
     def require_complete(cls, name: str) -> None:
-        """Raise ConfigError where the class lacks a contract, options or arguments that the library needs."""
+        """Raise ConfigError unless class `name` has a contract, and a `Config` and `__init__` that fit Strategy's."""
         if not isinstance(getattr(cls, "contract", None), Contract):
             raise ConfigError(
                 f"{name} must declare a contract, which describes how it behaves in training loops; got "
@@ -179,10 +182,10 @@ class Strategy(abc.ABC):
         updates_here = (
             self.contract.synchronous and self.contract.updates == "here" and self.contract.averages != "gradients"
         )
-        self._compared = updates_here and comm.size > 1
+        self._compared = updates_here and comm.size > 1  # by `_compares`; others send hyper-parameters with gradients
         self._synchronizations = 0  # number of steps in which the ranks communicated
         model.gradients.weights_batches = self.contract.weights_batches
-        if comm.size > 1 and not self.contract.uses_changed_gradients:
+        if comm.size > 1 and not self.contract.uses_changed_gradients:  # the loop's changes would be lost: find any
             model.gradients.fingerprint = _sum
         elif comm.size > 1 and self.contract.replicates:  # a change on all ranks is fine: a sample of values will do
             model.gradients.fingerprint = some_values

@@ -70,8 +70,7 @@ class D2(Strategy):
         super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, topology, overlap=False, identity_weight=0.5 if config.lazy else 0.0)
         self._changed = self.state.sharded("changed", model.params if comm.size > 1 else [], resets=True)  # c
-        # Of the parameters, at the last step.
-        self.rates: list[float] = self.state.value("rates", [], self, resets=True)
+        self.rates: list[float] = self.state.value("rates", [], self, resets=True)  # of each parameter's last step
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.gradients.step_alone(update)
@@ -80,21 +79,21 @@ class D2(Strategy):
         self._scale()
         for x, changed in zip(self.model.params, self._changed, strict=True):
             for mine, c in alongside(x, changed):
-                c.sub_(mine.add_(c))  # −(x + u), so that no copy of the parameters is needed
+                c.sub_(mine.add_(c))  # −(x + u); `mix` adds the average, and has the next c
         self._mixing.mix(self.model.params, self.steps, add_to=self._changed)
         return outcome
 
     def _scale(self) -> None:
-        """Multiply c by ηₜ/ηₜ₋₁; after a step with a rate of 0 begin anew, as at the first step."""
-        now = rates(self.model, self.optimizer)
+        """Multiply c by ηₜ/ηₜ₋₁; after a step with a rate of 0 set it to 0, as at the first step."""
+        new_rates = rates(self.model, self.optimizer)
         if self.rates:
-            for slot, rate, before in zip(self.model.slots, now, self.rates, strict=True):
+            for slot, rate, last_rate in zip(self.model.slots, new_rates, self.rates, strict=True):
                 part = slot.view(self._changed)
-                if not before:
+                if not last_rate:
                     part.zero_()
-                elif rate != before:
-                    part.mul_(rate / before)
-        self.rates = now
+                elif rate != last_rate:
+                    part.mul_(rate / last_rate)
+        self.rates = new_rates
 
     def close(self) -> None:
         self._mixing.close()

@@ -68,10 +68,10 @@ class DeMo(OwnStep):
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
-        sent = {"name": "chunk_topk", "keep": config.keep, "side": config.side, "values": config.values}
-        chosen = CompressionConfig.from_mapping({**sent, "decay": config.momentum}, "strategy")
+        options = {"name": "chunk_topk", "keep": config.keep, "side": config.side, "values": config.values}
+        compression = CompressionConfig.from_mapping({**options, "decay": config.momentum}, "strategy")
         self._sum = Reduction(
-            self.calls.comm, chosen, model.params, spans(model), over_senders=config.combine == "senders"
+            self.calls.comm, compression, model.params, spans(model), over_senders=config.combine == "senders"
         )
         self.state.reduction("sent", self._sum)
         self._components = self.state.scratch([torch.zeros_like(grad) for grad in model.grads])
@@ -84,7 +84,7 @@ class DeMo(OwnStep):
         for item in self.trained(self.model.grads, self._components):
             for gradient, components in self._blocks(*item.views):
                 torch.mul(self._transform(gradient), rate_of(item.group), out=components)
-        ranks = self._sum(self._components, self.model.gradients.present())
+        divisor = self._sum(self._components, self.model.gradients.present())
         for item in self.trained(self._components):
             rate, decay = rate_of(item.group), item.group["weight_decay"]
             for components, parameter in self._blocks(*item.views, item.parameter.detach()):
@@ -94,10 +94,10 @@ class DeMo(OwnStep):
                 if self.config.sign:
                     parameter.sub_(step.sign(), alpha=rate)
                 else:
-                    parameter.sub_(step, alpha=1 / ranks)
+                    parameter.sub_(step, alpha=1 / divisor)
 
     def _blocks(self, *parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield matching rows of blocks of several tensors; see `Blocks.chunks`."""
+        """Yield matching rows of blocks of tensors of one shape, as `transform` takes them; see `Blocks.chunks`."""
         blocks = Blocks.of(Span(0, parameters[0].numel(), parameters[0].shape), self.config.side)
         return blocks.chunks(*(each.view(-1) for each in parameters))
 

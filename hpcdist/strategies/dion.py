@@ -92,16 +92,17 @@ class Dion(OwnStep):
         self.model.gradients.release(present)
 
     def _divided(self) -> tuple[list[Trained], list[Trained]]:
-        """Return the matrices, with views of gradients and momentum; and the other parameters."""
-        found: tuple[list[Trained], list[Trained]] = ([], [])
+        """Return the matrices, and the other parameters, each with views of its gradient and its momentum."""
+        divided: tuple[list[Trained], list[Trained]] = ([], [])
         for item in self.trained(self.model.grads, self._momentum):
-            named = any(fnmatchcase(item.name, pattern) for pattern in self.config.others)
-            other = item.parameter.ndim < 2 or not item.parameter.numel() or named  # of no elements it has no factors
-            found[other].append(item)
-        return found
+            excluded = any(fnmatchcase(item.name, pattern) for pattern in self.config.others)
+            is_other = item.parameter.ndim < 2 or not item.parameter.numel() or excluded  # without elements no factors
+            divided[is_other].append(item)
+        return divided
 
     def _step_matrices(self, matrices: Sequence[Trained]) -> None:
-        # Half precision is added up in single; others in place.
+        # Collective. Update M, Q and X of each matrix. `sums` are B = M + G, in the memory of M but for half precision;
+        # `factors`, `left` and `right` are Q, P and R, transposed.
         wide = [torch.float64 if item.parameter.dtype == torch.float64 else torch.float32 for item in matrices]
         sums = [
             item.views[1].to(dtype).add_(item.views[0]).view(len(item.parameter), -1)
@@ -127,22 +128,22 @@ class Dion(OwnStep):
                 x.add_(scaled.T @ q)
 
     def _orthonormalise(self, matrices: Sequence[Tensor]) -> None:
-        """Collective. Replace the rows of each matrix by an orthonormal basis of them; each rank computes a share."""
+        """Collective. Replace the rows of each matrix by an orthonormal basis of them; ranks share the matrices."""
         ranks = range(self.comm.size)
         for of_type in _by_dtype(matrices):
             shares = [of_type[rank :: len(ranks)] for rank in ranks]
-            own = [_orthonormal(rows.double()).to(rows) for rows in shares[self.comm.rank]]
+            bases = [_orthonormal(rows.double()).to(rows) for rows in shares[self.comm.rank]]
             flats = [of_type[0].new_empty(sum(rows.numel() for rows in share)) for share in shares]
-            self.calls.all_gather(flats, torch.cat([of_type[0].new_empty(0), *(basis.reshape(-1) for basis in own)]))
+            self.calls.all_gather(flats, torch.cat([of_type[0].new_empty(0), *(basis.reshape(-1) for basis in bases)]))
             for share, flat in zip(shares, flats, strict=True):
                 _copy_apart(flat, share)
 
     def _basis_of(self, item: Trained, total: Tensor) -> Tensor:
-        """Return Q of a matrix, transposed; at the start the same random directions on all ranks and machines."""
+        """Return Q of a matrix `item`, transposed, in the type of `total`; at first the same random rows everywhere."""
         if item.name not in self.basis:
-            rank = max(1, round(self.config.fraction * min(total.shape)))
-            start = np.random.Generator(np.random.SFC64(0)).random((rank, total.shape[1])) - 0.5
-            self.basis[item.name] = _normalised(torch.from_numpy(start))
+            row_count = max(1, round(self.config.fraction * min(total.shape)))
+            noise = np.random.Generator(np.random.SFC64(0)).random((row_count, total.shape[1])) - 0.5
+            self.basis[item.name] = _normalised(torch.from_numpy(noise))
         return self.basis[item.name].to(total)
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
@@ -158,10 +159,10 @@ def _orthonormal(rows: Tensor) -> Tensor:
 
     They take 0.6 of the time of Householder's reflections, and lose the square of the matrix's condition.
     """
-    lower, fails = torch.linalg.cholesky_ex(rows @ rows.T)
-    if not fails:
+    lower, error = torch.linalg.cholesky_ex(rows @ rows.T)
+    if not error:
         basis = torch.linalg.solve_triangular(lower, rows, upper=False)
-        if (torch.mv(basis, basis.sum(0)) - 1).abs().max() < 1e-9:
+        if (torch.mv(basis, basis.sum(0)) - 1).abs().max() < 1e-9:  # rows of basis · basisᵀ sum to 1
             return basis
     return torch.linalg.qr(rows.T).Q.T
 
@@ -180,10 +181,9 @@ def _copy_apart(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 def _normalised(rows: Tensor) -> Tensor:
     """Divide each row by its norm, with the same bits on every processor.
 
-    A row that is nothing but rounding beside the largest one becomes zeros: a momentum of a lower rank has no direction
-    for it.
+    A row that is only rounding error next to the largest row becomes zeros, as where the momentum's rank is lower.
     """
-    wide = rows.cpu().double().numpy()
-    norms = np.sqrt((wide * wide).sum(axis=1, keepdims=True))
-    counts = norms > 100 * torch.finfo(rows.dtype).eps * norms.max()
-    return torch.from_numpy(np.where(counts, wide / np.where(counts, norms, 1.0), 0.0)).to(rows)
+    values = rows.cpu().double().numpy()
+    norms = np.sqrt((values * values).sum(axis=1, keepdims=True))
+    is_direction = norms > 100 * torch.finfo(rows.dtype).eps * norms.max()
+    return torch.from_numpy(np.where(is_direction, values / np.where(is_direction, norms, 1.0), 0.0)).to(rows)

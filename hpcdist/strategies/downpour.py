@@ -60,7 +60,7 @@ class ShardAdagrad:
         if not values or "lr" not in (names := self._hyperparameters.names()):
             return 1.0
         rate = values[names.index("lr")]
-        return rate / self._first_rate if self._first_rate else float(rate > 0)
+        return rate / self._first_rate if self._first_rate else float(rate > 0)  # none is known: on or off
 
 
 def _reference_rate(optimizer: torch.optim.Optimizer | None) -> float:
@@ -188,7 +188,7 @@ class _Worker(Worker):
 
     def _start_late(self) -> Outcome:
         """Drop the first gradient, and start from the parameters after the warm start."""
-        self.strategy.gradients.nonfinite()
+        self.strategy.gradients.nonfinite()  # for its checksum, and because it is collective over stages
         self._request(FETCH)
         self._take()
         return Outcome(self.replica.clock, event="dropped: the gradient of before the warm start", dropped=1)

@@ -26,8 +26,8 @@ class Nesterov(Motion):
         self._velocity = state.sharded("velocity", model.params)  # 0 with another number of ranks
 
     def position(self) -> Sequence[Tensor]:
-        ahead = zip(self._model.params, self._velocity, strict=True)
-        return [torch.sub(params, velocity, alpha=self._momentum) for params, velocity in ahead]
+        pairs = zip(self._model.params, self._velocity, strict=True)
+        return [torch.sub(params, velocity, alpha=self._momentum) for params, velocity in pairs]
 
     def step(self, update: Update) -> None:
         if not self._model.gradients.mean_weight:
@@ -36,9 +36,9 @@ class Nesterov(Motion):
         with torch.no_grad(), self._model.skip_unused(self._model.gradients.present(), self._velocity):
             x, ahead = self.position(), [params.clone() for params in self._model.params]
             update()
-            for params, velocity, start, gone_from in zip(self._model.params, self._velocity, x, ahead, strict=True):
-                velocity.mul_(self._momentum).add_(params - gone_from)
-                torch.add(start, velocity, alpha=1 + self._momentum, out=params)
+            for params, velocity, old_x, before in zip(self._model.params, self._velocity, x, ahead, strict=True):
+                velocity.mul_(self._momentum).add_(params - before)
+                torch.add(old_x, velocity, alpha=1 + self._momentum, out=params)
 
 
 @final

@@ -88,7 +88,7 @@ class GossipPull(Strategy):
     def _mix(self) -> None:
         """Average with sampled ranks, with equal weights."""
         peers = self.sampler.sample(self.config.pulls, include_self=self.config.include_self)
-        weight = 1 + (self.comm.rank in peers)  # of the local parameters, a mean of this many
+        weight = 1 + (self.comm.rank in peers)  # of the local parameters: they are a mean of this many
         published = self._mixes_published
         for peer in peers:
             if peer != self.comm.rank and self._average_with(peer, weight, published):

@@ -103,6 +103,7 @@ class GossipPush(Strategy):
 
     # --- the sender -----------------------------------------------------------------------------------------------
     def _push(self, peer: int) -> None:
+        # Add the parameters to this rank's slot in the peer's memory, and 1 to its count.
         slot, count = (self.comm.rank - peer) % self.comm.size - 1, 0
         while (current := self._counts.compare_and_swap(count, _WRITING, peer, slot)) != count:
             count = current  # only the receiver changes it, and only to 0: the third attempt succeeds
@@ -113,7 +114,7 @@ class GossipPush(Strategy):
                 average_in([merged], [values], 1, count)
                 write, values = window.put, merged
             write(values, peer, offset)
-        self._counts.fetch_add(count + 1 - _WRITING, peer, slot)
+        self._counts.fetch_add(count + 1 - _WRITING, peer, slot)  # from _WRITING to count + 1
 
     # --- the receiver ---------------------------------------------------------------------------------------------
     def _average(self, weight: int) -> None:
@@ -143,9 +144,8 @@ class GossipPush(Strategy):
     def _copy_slots(self) -> list[tuple[int, int, list[Tensor]]]:
         """Return a copy of the received messages: slot, number and sums."""
         messages_of_slots = []
-        all_alive = (
-            len(self.comm.failures.alive) == self.comm.size
-        )  # else the surviving ranks have other slots on resuming
+        # After a failure the surviving ranks will have other slots on resuming: save none.
+        all_alive = len(self.comm.failures.alive) == self.comm.size
         for slot, count in enumerate(self._arrived() if all_alive else ()):
             if count > 0:
                 self._copy(slot)

@@ -105,7 +105,7 @@ class GossipSync(Strategy):
 
 
 def _random_order(count: int, generator: torch.Generator, config: GossipSync.Config) -> list[int]:
-    """Sample each rank's destination: a permutation of `count` ranks; for a matching, one that swaps random pairs."""
+    """Sample the destination of each of `count` ranks: a permutation; for a matching, one that swaps random pairs."""
     order = torch.randperm(count, generator=generator).tolist()
     if config.pairing == "matching":
         swapped = list(range(count))

@@ -58,12 +58,13 @@ class GradientTracking(Strategy):
         super().__init__(config, comm, model, **kwargs)
         self._mixing = Mixing(comm, topology, overlap=False)
         like = model.params if comm.size > 1 else []
-        # With the first part of y go two flags of each parameter: it has a gradient now; it has one on some ranks only.
+        # After y's first tensor two flags per parameter are sent: this rank has a gradient; only some ranks have one.
+        # `_sent` is y with these flags, `tracked` the views of y in it.
         flags = 2 * len(model.slots)
-        self._sent = [x.new_zeros(len(x) + (0 if place else flags)) for place, x in enumerate(like)]
+        self._sent = [x.new_zeros(len(x) + (0 if number else flags)) for number, x in enumerate(like)]
         tracked = [sent[: len(x)] for sent, x in zip(self._sent, like)]
         self._flags = self._sent[0][len(like[0]) :].view(2, -1) if like else torch.empty(2, 0)
-        # y, and the gradient of the last step: divided among other ranks the sums of both stay equal.
+        # y, and the gradient of the last step. Both are resharded alike, so that their sums stay equal.
         self._tracked = self.state.sharded("tracked", tensors=tracked, reshard="divide", resets=True)
         self._before = self.state.sharded("before", like, reshard="divide", resets=True)
 
@@ -81,28 +82,28 @@ class GradientTracking(Strategy):
         return outcome
 
     def _mix(self, params: Sequence[Tensor], step: int) -> list[bool]:
-        """Collective. Mix these and y; tell which parameters are to be stepped.
+        """Collective. Mix `params` and y with the neighbours of `step`; return for each parameter whether to update it.
 
-        That are those with a gradient here or on a neighbour. On a sparse graph others may have one, too: a parameter
-        is stepped always once ranks that differ in it are heard of, unless it is frozen.
+        Updated is a parameter with a gradient on this rank or a neighbour. Other ranks may have one, too: once ranks
+        are known to differ in a parameter, it is updated in every step, unless it is frozen.
         """
-        own, uneven = self._flags
-        own.copy_(torch.tensor(self.model.gradients.present()))
-        here = own > 0
+        present, differs = self._flags
+        present.copy_(torch.tensor(self.model.gradients.present()))
+        before = present > 0
         self._mixing.mix((*params, *self._sent), step)
-        seen = own > 0
+        after = present > 0
         if self.model.gradients.mean_weight:
-            uneven.copy_((uneven > 0) | (seen & ~here))
-        trainable = torch.tensor([slot.tensor.requires_grad for slot in self.model.slots]).to(seen.device)
-        return (seen | ((uneven > 0) & trainable)).tolist()
+            differs.copy_((differs > 0) | (after & ~before))
+        trainable = torch.tensor([slot.tensor.requires_grad for slot in self.model.slots]).to(after.device)
+        return (after | ((differs > 0) & trainable)).tolist()
 
     def _step(self, update: Update, used: Sequence[bool]) -> None:
-        """Let the optimiser step along y; afterwards the gradients are this rank's own again."""
-        own = []
-        for slot, steps in zip(self.model.slots, used, strict=True):
+        """Update y, run the optimiser along y on the `used` parameters, and restore this rank's gradients."""
+        originals = []
+        for slot, is_used in zip(self.model.slots, used, strict=True):
             parameter, along, last = slot.tensor, slot.view(self._tracked), slot.view(self._before)
             gradient = parameter.grad
-            own.append((parameter, gradient))
+            originals.append((parameter, gradient))
             if gradient is None:
                 along.sub_(last)
                 last.zero_()
@@ -110,9 +111,9 @@ class GradientTracking(Strategy):
                 for y, before, now in alongside(along.view(-1), last.view(-1), gradient.to_dense().reshape(-1)):
                     y.sub_(before).add_(now)
                     before.copy_(now)
-            parameter.grad = along if steps else None
+            parameter.grad = along if is_used else None
         update()
-        for parameter, gradient in own:
+        for parameter, gradient in originals:
             parameter.grad = gradient
 
     def close(self) -> None:

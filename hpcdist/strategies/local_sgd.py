@@ -73,8 +73,8 @@ class LocalSGD(Periodic):
             return self
 
         def synchronizes(self, step: int) -> bool:
-            after = step - self.warmup_steps
-            return after <= 0 or after % self.period == 0
+            since_warmup = step - self.warmup_steps
+            return since_warmup <= 0 or since_warmup % self.period == 0
 
     config: Config
 

@@ -80,7 +80,7 @@ class NoLoCo(Strategy):
         """Collective in each group. Take an outer step, and continue from x."""
         config, params = self.config, self.model.params
         for local, x, mean in zip(params, self.outer, self._means, strict=True):
-            local.sub_(x)  # the move, which is mixed in its place
+            local.sub_(x)  # θ − x, which is mixed in the memory of θ
             mean.copy_(x)
         used = self.gradients.take_used()
         self._mixing.mix((*params, *self._means, used), (self.steps + 1) // config.period)
@@ -89,7 +89,7 @@ class NoLoCo(Strategy):
                 for move, x, v, mean in alongside(*flats):
                     v.mul_(config.outer_momentum).add_(move, alpha=config.outer_lr)
                     v.add_(mean.sub_(x), alpha=config.pull)
-                    move.copy_(x.add_(v))
+                    move.copy_(x.add_(v))  # θ = x
 
     def close(self) -> None:
         self._mixing.close()

@@ -63,38 +63,38 @@ class QGDSGD(Strategy):
     def advance(self, update: Update) -> Outcome:
         if self.comm.size == 1:
             return self.gradients.step_alone(update)
-        local = self._sgd()
+        sgd = self._sgd()
         for change, x in zip(self._change, self.model.params, strict=True):
             torch.neg(x.detach(), out=change)
-        outcome = self.gradients.step_alone(lambda: self._step(local, update))
+        outcome = self.gradients.step_alone(lambda: self._step(sgd, update))
         self._mixing.mix(self.model.params, self.steps, add_to=self._change)
         memory = self.config.memory
         with self.model.skip_unused(self.model.gradients.present(), self._momentum):
-            for slot, rate in zip(self.model.slots, rates(self.model, local), strict=True):
+            for slot, rate in zip(self.model.slots, rates(self.model, sgd), strict=True):
                 if rate:
-                    both = (slot.view(flats).view(-1) for flats in (self._momentum, self._change))
-                    for momentum, change in alongside(*both):
+                    views = (slot.view(flats).view(-1) for flats in (self._momentum, self._change))
+                    for momentum, change in alongside(*views):
                         momentum.mul_(memory).sub_(change, alpha=(1 - memory) / rate)
         return outcome
 
     def _step(self, local: torch.optim.Optimizer, update: Update) -> None:
-        """Let SGD step with m̂ in the place of its own momentum."""
-        has = {parameter for group in local.param_groups if group["momentum"] for parameter in group["params"]}
+        """Run SGD with a copy of m̂ as its momentum buffer."""
+        buffered = {parameter for group in local.param_groups if group["momentum"] for parameter in group["params"]}
         for slot in self.model.slots:
-            if slot.tensor in has:
+            if slot.tensor in buffered:
                 state: dict[str, Any] = local.state[slot.tensor]
                 buffer, momentum = state.get("momentum_buffer"), slot.view(self._momentum)
                 state["momentum_buffer"] = momentum.clone() if buffer is None else buffer.copy_(momentum)
         update()
 
     def _sgd(self) -> torch.optim.Optimizer:
-        """Return the local optimiser, if it is one whose momentum this rule defines."""
-        local = self.optimizer
-        if isinstance(local, torch.optim.SGD) and not any(group["dampening"] for group in local.param_groups):
-            return local
-        what = "none" if local is None else type(local).__name__
+        """Return the local optimiser; raise ConfigError unless it is torch's SGD without dampening."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, torch.optim.SGD) and not any(group["dampening"] for group in optimizer.param_groups):
+            return optimizer
+        got = "none" if optimizer is None else type(optimizer).__name__
         raise ConfigError(
-            f"the optimiser of qg_dsgd must be torch.optim.SGD without dampening; got {what}. Take SGD with momentum, "
+            f"the optimiser of qg_dsgd must be torch.optim.SGD without dampening; got {got}. Take SGD with momentum, "
             "or strategy d2 or gradient_tracking."
         )
 

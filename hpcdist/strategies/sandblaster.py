@@ -87,11 +87,9 @@ class Sandblaster(Strategy):
         history: int = Field(10, ge=1, description="number of pairs (s, y) in the history of L-BFGS")
         portions: int = Field(4, ge=1, description="portions of a batch for each worker")
         overlap: float = Field(
-            0.0,
-            ge=0,
-            le=0.5,
+            0.0, ge=0, le=0.5,
             description="part of a batch that the next batch repeats, to compute y; 0: compute y on the whole batch",
-        )
+        )  # fmt: skip
         c1: float = Field(1e-4, gt=0, lt=0.5, description="c1 of the strong Wolfe conditions: sufficient decrease")
         c2: float = Field(0.9, gt=0, lt=1, description="c2 of the strong Wolfe conditions: curvature")
         seed: int = Field(
@@ -121,8 +119,7 @@ class Sandblaster(Strategy):
 
     contract = Contract(
         averages="gradients", synchronizes="never", updates="on servers", batch="portions", ranks="some serve",
-        consensus="elsewhere",
-        deaths="others continue",
+        consensus="elsewhere", deaths="others continue",
     )  # fmt: skip
 
     config: Config
@@ -157,8 +154,8 @@ class Sandblaster(Strategy):
             self._warn_of_unused()
         if self.is_worker:
             self.worker = PortionWorker(comm, model, self.point, portions, config.seed, self._push, self._ask)
-        counts: Any = self.worker if self.is_worker else self.coordinator if self.coordinates else self
-        counts.clock = self.state.value("clock", 0, counts, reshard="max")
+        clock_owner: Any = self.worker if self.is_worker else self.coordinator if self.coordinates else self
+        clock_owner.clock = self.state.value("clock", 0, clock_owner, reshard="max")
 
     def _open_channels(self) -> tuple[RequestChannel, RequestChannel]:
         """Collective. Open the channels to the shards and to the coordinator.
@@ -170,16 +167,10 @@ class Sandblaster(Strategy):
         one_rank_serves = COORDINATOR in roles.shards
         pushing = roles.workers if one_rank_serves else (COORDINATOR, *roles.workers)
         sums = RequestChannel(
-            self.comm,
-            Roles(needed, (), pushing, dict.fromkeys(pushing, roles.shards)),
-            self.point.shards,
-            self.model.params,
-            names=0,
-            clocks=2,
-            values=MAX_OPERATIONS * FIELDS,
-            replies=results,
+            self.comm, Roles(needed, (), pushing, dict.fromkeys(pushing, roles.shards)), self.point.shards,
+            self.model.params, names=0, clocks=2, values=MAX_OPERATIONS * FIELDS, replies=results,
             without_tensors={COORDINATOR},
-        )
+        )  # fmt: skip
         if one_rank_serves:
             return sums, sums
         asking = Roles(needed, (), roles.workers, dict.fromkeys(roles.workers, (COORDINATOR,)))
@@ -245,7 +236,7 @@ class Sandblaster(Strategy):
         return record, torch.tensor(loss, dtype=torch.float64)
 
     def _ask(self, message: Sequence[float]) -> list[float]:
-        """Send a message to the coordinator, and wait for its reply."""
+        """Send a worker's message to the coordinator; return the numbers of its reply, see `Coordinator`."""
         if self.coordinates:
             self.coordinator.receive(self.comm.now(), self.comm.rank, *message)
             ((_, reply),) = self.coordinator.take_replies(self.comm.now())
@@ -371,6 +362,6 @@ def _reply(request: ServerRequest, numbers: Sequence[float]) -> Reply:
 
 
 def _reply_values(channel: RequestChannel, parent: int, count: int) -> list[float]:
-    """Return the first `count` numbers of a parent's reply."""
+    """Return the first `count` numbers of the last reply of rank `parent`."""
     (numbers,) = channel.down.read(parent, ())
     return numbers[:count].tolist()

@@ -99,6 +99,7 @@ class SGP(Strategy):
         self._debias()
 
     def _debias(self) -> None:
+        # z ← x/w
         if self._biased:
             for x, z in zip(self._x, self.model.params, strict=True):
                 torch.div(x, self._weight, out=z)
@@ -108,7 +109,7 @@ class SGP(Strategy):
         if not self._biased:
             return self.gradients.step_alone(update)
         for x, z in zip(self._x, self.model.params, strict=True):
-            x.sub_(z)
+            x.sub_(z)  # and add the new z
         outcome = self.gradients.step_alone(update)
         for x, z in zip(self._x, self.model.params, strict=True):
             x.add_(z)

@@ -104,12 +104,9 @@ class SlowMo(Periodic):
                 return contract
             base_contract = self.base_options().narrow(BASES[self.base.name].contract, size)
             return replace(
-                contract,
-                synchronizes=base_contract.synchronizes,
-                parameters=base_contract.parameters,
-                sends=base_contract.sends,
-                consensus=base_contract.consensus,
-            )
+                contract, synchronizes=base_contract.synchronizes, parameters=base_contract.parameters,
+                sends=base_contract.sends, consensus=base_contract.consensus,
+            )  # fmt: skip
 
     config: Config
 
@@ -167,7 +164,7 @@ class SlowMo(Periodic):
                 slot.view(self.common).add_(slow, alpha=-alpha * rate)
 
     def _treat_inner_state(self) -> None:
-        """Collective where it averages. Keep, reset or average the local optimiser's state."""
+        """Keep, reset or average the local optimiser's state, by `inner_state`. Collective if it averages."""
         if self.config.inner_state == "keep":
             return
         optimizer = required(self.optimizer, "strategy.inner_state is not keep")

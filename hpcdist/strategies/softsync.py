@@ -96,7 +96,7 @@ def _check_tree(config: Softsync.Config) -> None:
 
 
 def _group(quota: int, fan_in: int, height: int) -> int:
-    """Compute the number of gradients that an aggregator sums: the largest that divides the quota, level by level."""
+    """Return how many gradients an aggregator sums: the largest divisor of `quota` that `fan_in` children send."""
     size = 1
     for _ in range(height):
         size = max(n for n in range(size, min(quota, size * fan_in) + 1) if quota % n == 0 and n % size == 0)

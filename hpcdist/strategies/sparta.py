@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -56,7 +56,6 @@ class SPARTA(Strategy):
     class Config(Strategy.Config):
         """Options of sparta."""
 
-        _former: ClassVar = {"take_up": "merge"}
         share: float = Field(0.005, ge=0, le=1, description="part of the parameters that a step averages")
         selection: Literal["random", "shuffled", "partition"] = Field(
             "random", description="sample elements in each step, or slices of one random order, or of one per round"
@@ -92,6 +91,7 @@ class SPARTA(Strategy):
         return outcome
 
     def _send(self, step: int) -> None:
+        # Start to average the part of this step.
         indices = self._indices(step)
         sent = [flat.index_select(0, index) for flat, index in zip(self.model.params, indices, strict=True)]
         values = [tensor.clone() for tensor in sent]
@@ -107,6 +107,7 @@ class SPARTA(Strategy):
         self.comm.trace.traffic.waiting_s += self.comm.now() - start
 
     def _merge(self, step: int) -> None:
+        # Replace the elements that were sent in `step` by their mean; with `shift` keep this rank's changes since then.
         self._complete(step)
         part, in_flight = self._parts.pop(step), self._parts.values()
         keeps = self.config.delay > 0 and self.config.merge == "shift"
@@ -114,8 +115,8 @@ class SPARTA(Strategy):
             if not keeps:
                 flat[index] = mean
                 continue
-            # Keep this rank's own steps since then. Parts in flight move with the change to this mean, or they would
-            # correct the same deviation again, and replicas would oscillate.
+            # Parts in flight move with the change to this mean, or they would correct the same deviation again, and
+            # replicas would oscillate.
             before = [flat.index_select(0, other_part.indices[number]) for other_part in in_flight]
             flat[index] = mean + flat.index_select(0, index).sub_(part.sent[number])
             for other_part, old in zip(in_flight, before, strict=True):
@@ -135,19 +136,16 @@ class SPARTA(Strategy):
         if self.config.selection == "random":
             generator = np.random.default_rng([self.config.seed, 0, step])
             return [_bernoulli(generator, length, share) for length in lengths]
-        slices = math.ceil(1 / share - 1e-9)  # 1/3 in binary gives 3
-        round_number = step // slices if self.config.selection == "partition" else 0
-        if round_number != self._round:
-            generator = np.random.default_rng([self.config.seed, 1, round_number])
+        slices = math.ceil(1 / share - 1e-9)  # 3 for the float next to 1/3
+        round_ = step // slices if self.config.selection == "partition" else 0
+        if round_ != self._round:
+            generator = np.random.default_rng([self.config.seed, 1, round_])
             self._round, self._orders = (
-                round_number,
+                round_,
                 [torch.from_numpy(generator.permutation(length)) for length in lengths],
             )
-        slice_number = step % slices
-        return [
-            order[len(order) * slice_number // slices : len(order) * (slice_number + 1) // slices]
-            for order in self._orders
-        ]
+        part = step % slices
+        return [order[len(order) * part // slices : len(order) * (part + 1) // slices] for order in self._orders]
 
     # --- state ----------------------------------------------------------------------------------------------------
     def _save_parts(self) -> list[list[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 import torch
 from pydantic import Field, model_validator
@@ -59,7 +59,6 @@ class StreamingDiLoCo(Periodic):
     class Config(Periodic.Config):
         """Options of streaming_diloco."""
 
-        _former: ClassVar = {"take_up": "merge"}
         period: int = Field(100, ge=1, description="H: steps in which each fragment is exchanged once")
         fragment_layers: int | None = Field(
             3, ge=1, description="layers in a fragment; none: all parameters are one fragment"
@@ -131,8 +130,8 @@ class StreamingDiLoCo(Periodic):
 
     def sends(self, step: int) -> list[int]:
         period, count = self.config.period, len(self.fragments)
-        position = (step - 1) % period + 1
-        return [fragment for fragment in range(count) if (fragment + 1) * period // count == position]
+        step_of_period = (step - 1) % period + 1
+        return [fragment for fragment in range(count) if (fragment + 1) * period // count == step_of_period]
 
     def move(self, fragment: Fragment) -> None:
         for views in fragment.views(self.common, self.momentum, self.mean):
@@ -148,8 +147,8 @@ class StreamingDiLoCo(Periodic):
     def _move_late(self, number: int) -> None:
         """Move x of a fragment by the last mean, set the parameters to x, and leave this period's δᵢ in `mean`.
 
-        At the start `mean` has the mean that has arrived (0 before the first one); if eager it then takes this rank's
-        new δᵢ instead of the last, which is in `sent`. `move` may overwrite it. `start` sends what it has last.
+        First `mean` contains the mean of the last period, or zeros. If eager, this rank's last δᵢ in it, which `sent`
+        has, is replaced by its new one. `move` may overwrite it. Finally it contains the new δᵢ, for `start` to send.
         """
         fragment = self.fragments[number]
         self.complete(number)
@@ -159,7 +158,7 @@ class StreamingDiLoCo(Periodic):
                 mean.zero_()
                 local.zero_()
         for local, x in fragment.views(self.model.params, self.common):
-            torch.sub(x, local, out=local)  # δᵢ of this period
+            torch.sub(x, local, out=local)  # δᵢ of this period, in the memory of the parameters
         if self.eager:
             for local, mean, last in fragment.views(self.model.params, self.mean, last_local):
                 mean.add_(local - last, alpha=1 / self.comm.size)

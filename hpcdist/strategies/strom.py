@@ -136,19 +136,19 @@ class Strom(Strategy):
         return outcome
 
     def _send_change(self) -> None:
-        """Send the local optimiser's change of the parameters, and keep only the sent part of it."""
+        """Send the local optimiser's change of the parameters; apply here only the sent part, in a tree all of it."""
         warming = self.steps < self.config.compression.warmup_steps
-        idle = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
+        idle = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)  # sends zeros
         whole = warming and self.config.compression.warmup_ranks is None
         share = 0.0 if idle else 1.0 if self.config.add_up else 1 / len(self.comm.failures.alive)
         tag = _WHOLE if whole else _CODED
         if self._floods:
             (link,) = self._links
-            parts = list(zip(link.feedbacks, self.model.params, self._old, strict=True))
+            triples = list(zip(link.feedbacks, self.model.params, self._old, strict=True))
             with only_used(link.feedbacks, self.model.gradients.present()):
-                messages = [feedback.encode_change_(local, old, share, whole) for feedback, local, old in parts]
+                messages = [feedback.encode_change_(local, old, share, whole) for feedback, local, old in triples]
             self._send(join_messages(messages), link.peers, tag)
-            for (feedback, local, _), message in zip(parts, messages, strict=True):
+            for (feedback, local, _), message in zip(triples, messages, strict=True):
                 feedback.add(message, local, whole)
             return
         for local, old in zip(self.model.params, self._old, strict=True):
@@ -165,6 +165,7 @@ class Strom(Strategy):
 
     # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
+        # Start sending to surviving peers, and forget messages that have arrived or whose receiver has failed.
         self._sending = [r for r in self._sending if self.peers.survives(r.done) and not r.done()]
         for peer in peers:
             if peer in self.peers.present:
@@ -200,10 +201,10 @@ class Strom(Strategy):
         return True
 
     def _add(self, arrived: _Arriving) -> None:
+        # Add a message to the parameters, and to the residuals of other links, whose next messages forward it.
         parts = split_message(arrived.message, len(self.model.params))
         for link in self._links:
             for feedback, part, local in zip(link.feedbacks, parts, self.model.params, strict=True):
-                # Messages from other links are forwarded with this link's next message.
                 out = local if arrived.source in link.peers else feedback.residual
                 feedback.add(part, out, arrived.whole)
 
@@ -226,9 +227,9 @@ class Strom(Strategy):
         alive = self.comm.failures.alive
         super().shrink()
         if self.comm.failures.alive != alive:
-            before, self._links = self._links, self._make_links()
+            old_links, self._links = self._links, self._make_links()
             for link in self._links:  # keep the residuals of a link to the same ranks, or to all ranks
-                same = (old.feedbacks for old in before if self._floods or old.peers == link.peers)
+                same = (old.feedbacks for old in old_links if self._floods or old.peers == link.peers)
                 link.feedbacks = next(same, link.feedbacks)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------

@@ -69,12 +69,12 @@ class ZeroOneAdam(AdamStep):
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
-        model.keep_gradients([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
+        model.keep_gradients([torch.zeros_like(flat) for flat in model.params])  # the first phase averages them
         self._mean = TwoWayMean(self.calls.comm, config.compression, model.params, spans(model))
         state = self.state
         state.two_way("mean", self._mean, resets=True)
-        self.distance = state.value("distance", 1, self, reshard="first")  # of full steps
-        self.full = state.value("full", 0, self, reshard="first")  # how many since it has doubled
+        self.distance = state.value("distance", 1, self, reshard="first")  # k: steps from one full step to the next
+        self.full = state.value("full", 0, self, reshard="first")  # number of full steps since k doubled
         self._common = state.sharded("common", model.params, start="parameters", resets=True)  # x
         self._moves = state.sharded("moves", model.params, resets=True)  # u, divided by √v + ε
         self.rates: dict[str, float] = state.value("rates", {}, self, resets=True)  # Ση by parameter since an exchange
@@ -104,7 +104,7 @@ class ZeroOneAdam(AdamStep):
         if not self.config.local(step) or self.comm.size == 1:
             return super().advance(update)
         if not self.config.local(step - 1):
-            self.state.reset()  # what was not sent in the first phase is forgotten
+            self.state.reset()  # residuals of the first phase are dropped
         self.require_optimizer()
         outcome = self.gradients.step_alone(lambda: self.hooked(self._step_alone))
         self._count()
@@ -128,7 +128,7 @@ class ZeroOneAdam(AdamStep):
             self.decays[item.name] = self.decays.get(item.name, 1.0) * (1 - rate * float(item.group["weight_decay"]))
 
     def _agree(self) -> list[bool]:
-        """Collective. Average rates and decays over the ranks that have stepped; tell which parameters any has."""
+        """Collective. Average each parameter's rate and decay over the ranks that updated it; return which any did."""
         names = [slot.name for slot in self.model.slots]
         rows = [[float(name in self.rates), self.rates.get(name, 0.0), self.decays.get(name, 0.0)] for name in names]
         sums = torch.tensor(rows, dtype=torch.float64)
@@ -139,7 +139,7 @@ class ZeroOneAdam(AdamStep):
         return [name in stepped for name in names]
 
     def _exchange(self) -> None:
-        """Collective. Go on from the common parameters and the mean of all ranks' moves."""
+        """Collective. Set the parameters to the common ones, moved by the mean of all ranks' moves."""
         used = self._agree()
         runs = self.runs(used, lambda name: (self.rates.get(name), self.decays.get(name)))
         self.scale(runs)
@@ -155,7 +155,7 @@ class ZeroOneAdam(AdamStep):
                 if rate:
                     torch.div(received, -rate, out=m)
                 parameter.copy_(x.mul_(decay).add_(received.div_(scale)))
-        if not all(used):  # what the loop has made of the others
+        if not all(used):  # parameters that no rank updated: keep what the loop has set
             copy_all(self._common, self.model.params)
         zero_all(self._moves)
         self.rates, self.decays = {}, {}

@@ -50,9 +50,9 @@ def runs(ctx: Any, incomplete: str) -> list[str]:
 
 def strategies(ctx: Any, incomplete: str) -> list[str]:
     """Complete the last of several strategies, as in `allreduce,softsync:splits=2`, or its options."""
-    started = re.split(r",(?=[^,=]*$)", incomplete)[-1]
-    before = incomplete[: len(incomplete) - len(started)]
-    name, colon, option = started.partition(":")
+    last = re.split(r",(?=[^,=]*$)", incomplete)[-1]
+    before = incomplete[: len(incomplete) - len(last)]
+    name, colon, option = last.partition(":")
     if not colon:
         return [before + name for name in catalogue("strategies").available()]
     options = fields(f"strategies/{name}")
@@ -61,7 +61,7 @@ def strategies(ctx: Any, incomplete: str) -> list[str]:
 
 def settings(ctx: Any, incomplete: str) -> list[str]:
     """Complete KEY=VALUE for the current command."""
-    words = ctx.command_path.split()
+    words = ctx.command_path.split()  # such as hpcdist, data, import
     if words[-1] in ("import", "topology"):
         group = "importers" if words[-1] == "import" else "topologies"
         name = ctx.params.get("name") or "".join(ctx.args[:1])  # not parsed while an option lacks its value
@@ -124,7 +124,7 @@ def fields(owner: str) -> dict[str, Setting]:
 
 @cache
 def _tables() -> Tables:
-    """Return all settings, from the cache file if hpcdist and its plug-ins are unchanged."""
+    """Return all settings, from the cache file if hpcdist and its plug-ins are unchanged since it was written."""
     package = Path(__file__).parents[1]
     made_from = [str(package), max(path.stat().st_mtime_ns for path in package.rglob("*.py")), installed()]
     # Not comm.cache, which imports pydantic.
@@ -168,16 +168,14 @@ def _describe_all() -> Tables:
 
 # --- shells -----------------------------------------------------------------------------------------------------------
 def complete(command: Any) -> None:
-    """Print the completions that the shell asks for; the process does nothing else.
-
-    Bash splits words at `=` and `:`, and expects only the part behind the last one.
-    """
+    """Print the completions that the shell asks for; of bash, which splits words at `=` and `:`, the last part only."""
     for kind in (TyperArgument, TyperOption):  # typer's conversion of values imports pydantic
         kind.process_value = lambda self, ctx, value: value  # type: ignore[method-assign]
     if not os.environ[VARIABLE].endswith("_bash"):
         command.main(prog_name="hpcdist")
         return
     words, current = os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"])
+    # Join the words that bash has split at `=` and `:`.
     joined = re.sub(r"(?<=[=:])\n|\n(?=[=:]+(?:\n|$))", "", "\n".join(words[: current + 1]))
     joined_words = joined.split("\n")
     before = joined_words[-1].removesuffix(words[current].strip("=:"))  # part that bash has split off

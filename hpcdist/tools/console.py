@@ -83,8 +83,8 @@ def bar(fraction: float, width: int, *, ascii_only: bool) -> str:
 def shortened(text: str, width: int, *, ascii_only: bool) -> str:
     """Replace the middle of a text by an ellipsis if it is longer than `width`."""
     dots = "..." if ascii_only else "…"
-    kept = max(0, width - len(dots))
-    return text if len(text) <= width else text[: -(-kept // 2)] + dots + text[len(text) - kept // 2 :]
+    n_kept = max(0, width - len(dots))
+    return text if len(text) <= width else text[: -(-n_kept // 2)] + dots + text[len(text) - n_kept // 2 :]
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
@@ -136,6 +136,7 @@ def _share(now: Progress) -> str:
 
 
 def _figures(now: Progress) -> dict[str, str]:
+    """Return what a progress line shows, in order; the keys are those of DROPPED_FIRST, `loss` and `of METRIC`."""
     epoch = max(1, -(-now.samples // now.epoch_samples))  # current epoch, or the one that has just ended
     remaining = "" if now.left_s is None else f", {duration(now.left_s)} left"
     parts = {"epoch": f"epoch {epoch}" if now.epochs is None else f"epoch {epoch:>{len(str(now.epochs))}}/{now.epochs}"}
@@ -175,8 +176,7 @@ def rows(
 ) -> None:
     """Print rows as a table, with one column per key of the first row.
 
-    On a terminal, long texts wrap, and columns without room are dropped and listed below. In a file each row is one
-    line.
+    On a terminal long texts wrap, and columns without room are dropped and listed below. In a file rows don't wrap.
 
     Args:
         heads: column heads, if they differ from the keys.
@@ -190,12 +190,12 @@ def rows(
         left_aligned = [key for key, value in data[0].items() if isinstance(value, str)]
     columns = shutil.get_terminal_size().columns if _is_terminal() else None
     widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fit(heads, texts, left_aligned, whole, columns)
-    lines = {key: [_wrap(text, widths[key]) if key in left_aligned else text for text in texts[key]] for key in widths}
-    widths = {key: max(map(_width, [heads[key], *groups])) for key, groups in lines.items()}
+    cells = {key: [_wrap(text, widths[key]) if key in left_aligned else text for text in texts[key]] for key in widths}
+    widths = {key: max(map(_width, [heads[key], *groups])) for key, groups in cells.items()}
     if title is not None:
         line(title)
     head = _lines([heads[key] for key in widths], widths, left_aligned, above=True)
-    body = [text for row in zip(*lines.values()) for text in _lines(row, widths, left_aligned)]
+    body = [text for row in zip(*cells.values()) for text in _lines(row, widths, left_aligned)]
     print("\n".join(["", *head, " " + "─" * (sum(widths.values()) + len(widths) - 1), *body, ""]), flush=True)
     if dropped := [key for key in texts if key not in widths]:
         choice = f"{option} {next(iter(widths))},{dropped[0]},... chooses columns; " if option else ""
@@ -210,7 +210,10 @@ def _fit(
     whole: Collection[str],
     columns: int,
 ) -> dict[str, int]:
-    """Return the width of each column that fits, in order; a text column gets a quarter of the terminal or more."""
+    """Return the width of each column that fits into `columns` of a terminal, in order.
+
+    Text columns (`left_aligned`) may wrap, in `whole` between words only; they get a quarter of the terminal or more.
+    """
     widths: dict[str, int] = {}
     full_widths: dict[str, int] = {}
     room = columns - 1
@@ -241,7 +244,7 @@ def _width(text: str) -> int:
 def _lines(
     groups: Sequence[str], widths: Mapping[str, int], left_aligned: Sequence[str], *, above: bool = False
 ) -> list[str]:
-    """Format a row of a table as lines; shorter cells are padded with empty lines below, or `above`."""
+    """Format a table's row as lines; `groups` are its cells, and shorter ones get empty lines below, or `above`."""
     parts = [group.split("\n") for group in groups]
     height = max(map(len, parts))
     parts = [[""] * (height - len(part)) + part if above else part + [""] * (height - len(part)) for part in parts]
@@ -324,8 +327,8 @@ def algorithm(
     if examples:
         print("\n    Example:")
     for command in examples:
-        whole = command.replace("--set ", "--set\N{NO-BREAK SPACE}")
-        lines = textwrap.wrap(whole, columns() - 12, break_on_hyphens=False, break_long_words=False)
+        unbroken = command.replace("--set ", "--set\N{NO-BREAK SPACE}")
+        lines = textwrap.wrap(unbroken, columns() - 12, break_on_hyphens=False, break_long_words=False)
         print("        " + " \\\n            ".join(lines).replace("\N{NO-BREAK SPACE}", " "))
     print()
 

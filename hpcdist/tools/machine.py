@@ -17,10 +17,10 @@ def cores_of_ranks(masks: Sequence[Sequence[int]]) -> str:
 
 def describe_cores(cores_by_rank: Sequence[tuple[str, list[int]]]) -> list[str]:
     """Format the cores of all ranks, with identical hosts on one line, from (host, cores) of each rank."""
-    hosts: dict[str, list[str]] = {}
+    hosts_of: dict[str, list[str]] = {}
     for host in dict.fromkeys(host for host, _ in cores_by_rank):
-        hosts.setdefault(cores_of_ranks([cores for name, cores in cores_by_rank if name == host]), []).append(host)
-    return [f"{listed(names)}: {text}" for text, names in hosts.items()]
+        hosts_of.setdefault(cores_of_ranks([cores for name, cores in cores_by_rank if name == host]), []).append(host)
+    return [f"{listed(names)}: {text}" for text, names in hosts_of.items()]
 
 
 def timing_warnings(ranks: int, cores: int, processors: int, load: float) -> list[str]:

@@ -16,7 +16,7 @@ from typing import NoReturn
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
 
-# What a rank prints about its end, and what Open MPI adds.
+# What a rank prints about its failure; the block that Open MPI adds; a block that has not been read to its end.
 EXPLAINED = re.compile(rb"hpcdist: (error: |rank \d)|\[rank \d+\] |Traceback \(most recent call last\)")
 BLOCK = re.compile(rb"-{60,}\nprterun (detected that one or more|has exited due to process)[^\0]*?\n-{60,}\n")
 UNFINISHED = re.compile(rb"^-{3,}(\n(prterun [^\0]*)?)?\Z", re.MULTILINE)
@@ -63,12 +63,12 @@ def start_script(
 
 
 def without_block(said: bytes, explained: bool = False) -> bytes:
-    """Leave out Open MPI's block about a rank that has failed, where the rank's own message is there."""
+    """Remove Open MPI's block about a failed rank from its output, if that (or earlier output) explains the failure."""
     return BLOCK.sub(b"", said) if explained or EXPLAINED.search(said) else said
 
 
 def _filter_standard_error() -> None:
-    """Let a process of its own pass on, `without_block`, what this one writes to standard error from here on."""
+    """Fork a process that prints, `without_block`, what this process writes to standard error from now on."""
     source, sink = os.pipe()
     if os.fork():
         os.dup2(sink, 2)
@@ -78,18 +78,18 @@ def _filter_standard_error() -> None:
     try:
         os.close(sink)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(signum, signal.SIG_IGN)  # it ends when everything is said
-        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-        explained, held, more = False, b"", True
-        while more:
-            said = os.read(source, 1 << 16)
-            explained, more = explained or EXPLAINED.search(held + said) is not None, bool(said)
-            held = without_block(held + said, explained)
-            unfinished = UNFINISHED.search(held) if more else None
-            end = unfinished.start() if unfinished else len(held)
-            sys.stderr.buffer.write(held[:end])
+            signal.signal(signum, signal.SIG_IGN)  # it must print everything first
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # or a reader of standard output would wait for this process, too
+        explained, unwritten, is_open = False, b"", True
+        while is_open:
+            data = os.read(source, 1 << 16)
+            explained, is_open = explained or EXPLAINED.search(unwritten + data) is not None, bool(data)
+            unwritten = without_block(unwritten + data, explained)
+            unfinished = UNFINISHED.search(unwritten) if is_open else None
+            end = unfinished.start() if unfinished else len(unwritten)
+            sys.stderr.buffer.write(unwritten[:end])
             sys.stderr.buffer.flush()
-            held = held[end:]
+            unwritten = unwritten[end:]
     finally:
         os._exit(0)
 
@@ -115,7 +115,7 @@ def _program(script: Sequence[str], path: str) -> list[str]:
 
 
 def _options(program: str, launcher: str | None, hosts: str | None, label: bool) -> list[str]:
-    """Return the launcher's options for hosts and labels."""
+    """Return the options of `program` for hosts and labels; raise ConfigError if it is the user's, or unknown."""
     requested = [name for name, value in (("--hosts", hosts), ("--label", label)) if value]
     if not requested:
         return []
@@ -135,19 +135,19 @@ def _options(program: str, launcher: str | None, hosts: str | None, label: bool)
 
 
 def _nodes(hosts: str | None, ranks: int, variables: Mapping[str, str]) -> int:
-    """Return the number of hosts that ranks are started on."""
+    """Return the number of hosts that ranks are started on: those listed, the Slurm allocation's nodes, or 1."""
     if hosts is None:
         nodes = variables.get("SLURM_JOB_NUM_NODES", "")
         return min(ranks, int(nodes)) if nodes.isdigit() and int(nodes) else 1
-    counts = [item.rpartition(":") for item in hosts.split(",")]
-    if not all(name and count.isdigit() and int(count) for name, _, count in counts) or (
-        sum(int(count) for _, _, count in counts) < ranks
+    entries = [item.rpartition(":") for item in hosts.split(",")]
+    if not all(name and count.isdigit() and int(count) for name, _, count in entries) or (
+        sum(int(count) for _, _, count in entries) < ranks
     ):
         raise ConfigError(
             f"--hosts must be hosts with the number of ranks on each, {ranks} or more in total; got {hosts!r}. Write "
             "it as --hosts node1:2,node2:2."
         )
-    return len(counts)
+    return len(entries)
 
 
 def find_launcher(chosen: str | None, path: str) -> list[str]:
@@ -185,8 +185,7 @@ def ranks_environment(
 
     Args:
         crowded: more ranks than cores.
-        bound: Open MPI may bind ranks to the machine's first cores; False if several jobs run concurrently, or if
-            `hpcdist.init()` binds.
+        bound: Open MPI may bind ranks to the first cores; False if jobs run concurrently, or `hpcdist.init()` binds.
     """
     env = {**AS_ROOT, **variables, "OMP_NUM_THREADS": str(threads)}
     if not bound:

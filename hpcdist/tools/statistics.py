@@ -111,15 +111,15 @@ def effect(
     paired = values.keys() == others.keys()
     if paired:
         differences = [value - others[seed] for seed, value in values.items()]
-        mean, error, degrees = fmean(differences), _variance(differences, min_variance), len(differences) - 1.0
+        mean, mean_variance, degrees = fmean(differences), _variance(differences, min_variance), len(differences) - 1.0
     else:
         mean = fmean(values.values()) - fmean(others.values())
         groups = [list(values.values()), list(others.values())]
-        parts = [_variance(group, min_variance / 2) for group in groups]
-        below = sum(part**2 / (len(group) - 1) for part, group in zip(parts, groups) if len(group) > 1)
-        error = sum(parts)
-        degrees = error**2 / below if below > 0 else min(map(len, groups)) - 1.0
-    low, high, p = _students(mean, error, degrees, confidence)
+        variances = [_variance(group, min_variance / 2) for group in groups]
+        denominator = sum(part**2 / (len(group) - 1) for part, group in zip(variances, groups) if len(group) > 1)
+        mean_variance = sum(variances)
+        degrees = mean_variance**2 / denominator if denominator > 0 else min(map(len, groups)) - 1.0
+    low, high, p = _students(mean, mean_variance, degrees, confidence)
     return Effect(mean, low, high, p, paired)
 
 
@@ -131,12 +131,12 @@ def ratio_of(values: Mapping[K, float], others: Mapping[K, float]) -> Effect:
 
 
 def _variance(values: Sequence[float], minimum: float) -> float:
-    """Estimate the variance of the mean of independent values; NaN for fewer than MIN_SEEDS."""
+    """Estimate the variance of the mean of values whose own variance is at least `minimum`; NaN if they are too few."""
     return max(variance(values), minimum) / len(values) if len(values) >= MIN_SEEDS else math.nan
 
 
 def _students(mean: float, error: float, degrees: float, confidence: float) -> tuple[float, float, float]:
-    """Return the ends of the confidence interval of a mean with variance `error`, and the p-value of mean = 0."""
+    """Return the ends of the t-interval of a mean with variance `error`, and the p-value of the hypothesis mean = 0."""
     if math.isnan(error):
         return math.nan, math.nan, math.nan
     if error == 0:  # deterministic values, such as virtual seconds, have no noise
@@ -171,7 +171,7 @@ def holm(ps: Sequence[float]) -> list[float]:
     """
     valid = sorted((p, index) for index, p in enumerate(ps) if not math.isnan(p))
     corrected, largest = list(ps), 0.0
-    for rank, (p, index) in enumerate(valid):
-        largest = max(largest, min(1.0, p * (len(valid) - rank)))
+    for position, (p, index) in enumerate(valid):
+        largest = max(largest, min(1.0, p * (len(valid) - position)))
         corrected[index] = largest
     return corrected

@@ -23,10 +23,10 @@ def steps(topology: Topology) -> range:
 
 
 def describe(topology: Topology) -> dict[str, Any]:
-    """Return a topology's properties by name, computed from its matrices."""
+    """Return a topology's properties by name, computed from the matrices of its `steps`."""
     matrices = [topology.matrix(step) for step in steps(topology)]
     messages = [np.count_nonzero(matrix, axis=0).max() - 1 for matrix in matrices]
-    average = " per step, in the mean square" if topology.period is None else f" per step, over {topology.period}"
+    suffix = " per step, in the mean square" if topology.period is None else f" per step, over {topology.period}"
     return {
         "ranks": topology.size,
         "matrices": "random at each step" if topology.period is None else topology.period,
@@ -34,7 +34,7 @@ def describe(topology: Topology) -> dict[str, Any]:
         "columns sum to 1": _sums(matrices, axis=0),
         "symmetric": "yes" if all(np.allclose(m, m.T, rtol=0, atol=TOLERANCE) for m in matrices) else "no",
         "messages per rank and step, at most": int(max(messages)),
-        "spectral gap": f"{spectral_gap(topology):.6f}{'' if topology.static else average}",
+        "spectral gap": f"{spectral_gap(topology):.6f}{'' if topology.static else suffix}",
     }
 
 
@@ -113,6 +113,7 @@ def draw(topology: Topology, path: Path) -> None:
 
 
 def _draw_step(axes: Any, topology: Topology, step: int) -> None:
+    """Draw the ranks on a circle, and the messages of one step between them."""
     angles = np.pi / 2 - 2 * np.pi * np.arange(topology.size) / topology.size  # clockwise from the top
     positions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     weights = topology.matrix(step)

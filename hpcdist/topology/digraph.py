@@ -38,6 +38,7 @@ class Digraph(Topology):
     def __init__(self, size: int, *, path: str | Path):
         super().__init__(size)
         edges = read_edges(path, size, directed=True)
+        # Of W: by rank, the weights at the ranks that it sends to.
         self._columns = [uniform([rank, *(b for a, b in edges if a == rank)]) for rank in range(size)]
 
     def in_neighbours(self, rank: int, step: int) -> dict[int, float]:

@@ -87,7 +87,7 @@ def _edge(where: str, text: str, size: int) -> tuple[int, int]:
 
 
 def _check_connected(path: Path, edges: set[tuple[int, int]], size: int, directed: bool) -> None:
-    """Raise ConfigError if a rank can't be reached from another one."""
+    """Raise ConfigError if a rank can't be reached from another one; undirected edges are there in both directions."""
     graph = nx.DiGraph(edges)
     graph.add_nodes_from(range(size))
     (connected,) = (part for part in nx.strongly_connected_components(graph) if 0 in part)

@@ -40,8 +40,8 @@ class HierarchicalGraph(Topology):
         members: dict[int, list[int]] = {}
         for rank, node in enumerate(nodes):
             members.setdefault(node, []).append(rank)
-        self._inside = [members[node] for node in nodes]
-        self._internode = []
+        self._inside = [members[node] for node in nodes]  # by rank: the ranks of its node
+        self._internode = []  # by rank: the ranks with its local rank, over all nodes
         for rank, local_ranks in enumerate(self._inside):
             k = local_ranks.index(rank)
             self._internode.append([ranks[k] for ranks in members.values() if len(ranks) > k])

@@ -18,7 +18,7 @@ RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")  # variables with the address of the
 
 
 def register() -> None:
-    """Register the backend, and a rendezvous without these variables for ranks under an MPI launcher."""
+    """Register the backend, and a rendezvous by MPI for ranks under an MPI launcher without MASTER_ADDR."""
     # Imported here: torch calls this function during its own import, which this module may have caused.
     import torch.distributed as dist
 
@@ -32,10 +32,11 @@ def register() -> None:
 
 
 def _group(options: Any, comm: Any = None) -> Any:
-    """Collective among the ranks of a group. Create it: the function that torch calls for a third-party backend.
+    """Collective among the ranks of a group. Create the group; torch calls this function for the backend.
 
     Args:
-        comm: the ranks of a default group; by default all of MPI's.
+        options: torch's `DistributedBackendOptions`.
+        comm: the default group's ranks, if the caller of init_process_group passes them; else found here.
     """
     import torch.distributed as dist
 
@@ -55,7 +56,7 @@ def _world() -> Any:
 
 
 def _rendezvous_by_mpi(fallback: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Return a rendezvous handler that takes rank and size from MPI if the environment has no address."""
+    """Return a rendezvous handler that gets rank and size from MPI if the environment has no address."""
 
     def rendezvous_over_mpi(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[Any]:
         from hpcdist.comm.launch import launched_size
@@ -70,7 +71,7 @@ def _rendezvous_by_mpi(fallback: Callable[..., Iterator[Any]]) -> Callable[..., 
         options = dict(parse_qsl(urlparse(url).query))
         rank, size = int(options.get("rank", comm.rank)), int(options.get("world_size", comm.size))
         if size == comm.size:
-            gather_ranks(comm, rank)
+            gather_ranks(comm, rank)  # raises WorldError if ranks repeat
         yield rendezvous_if_possible(comm).store, rank, size
 
     return rendezvous_over_mpi

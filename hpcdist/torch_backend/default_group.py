@@ -32,15 +32,15 @@ def default_group(comm: Communicator, backend: str) -> Iterator[None]:
 
 
 def start_default_group(comm: Communicator, backend: str, interface: str = "") -> Rendezvous:
-    """Collective. Start torch.distributed's default process group, with a rendezvous at an address of rank 0.
+    """Collective. Start torch.distributed's default process group; return its rendezvous, at an address of rank 0.
 
-    It replaces an earlier one started by this library, and ends when the scripts of all ranks have ended.
+    The group replaces an earlier one of this library, and is destroyed when the scripts of all ranks have ended.
 
     Args:
         comm: real ranks.
         backend: hpcdist, gloo, or nccl (each rank must have selected a separate GPU); or a backend per device type:
             `cpu:hpcdist,cuda:nccl`.
-        interface: for the rendezvous, as for `rendezvous`.
+        interface: network interface of the rendezvous, as for `rendezvous`.
 
     Raises:
         CommunicationError: ranks don't reach each other over TCP, which only the backend hpcdist can do without.
@@ -49,7 +49,7 @@ def start_default_group(comm: Communicator, backend: str, interface: str = "") -
     end_default_group()
     by_mpi = HPCDIST in backend
     point = (rendezvous_if_possible if by_mpi else rendezvous)(comm, interface)
-    hook = sys.excepthook  # it ends all ranks; torch's hook would delay its output
+    hook = sys.excepthook  # restored below: torch's hook would delay its output
     if point.address and (interface := interface_of(point.address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # for groups that the script creates, too
     with _connecting_late():
@@ -85,7 +85,7 @@ def _end() -> None:
         sys.excepthook(*sys.exc_info())
 
 
-_END = SimpleNamespace(stop=_end)  # a process calls it at its end, when all ranks are there
+_END = SimpleNamespace(stop=_end)  # `stop` is called at the end of the process, when all ranks have arrived
 
 
 def host_backend(comm: Communicator) -> str:
@@ -99,7 +99,7 @@ def init_torch_distributed(comm: Communicator, backend: str | bool, interface: s
     Args:
         comm: real ranks.
         backend: gloo, nccl, or True: hpcdist, with NCCL for GPU tensors if each rank has a separate GPU.
-        interface: for the rendezvous, as for `rendezvous`.
+        interface: network interface of the rendezvous, as for `rendezvous`.
 
     Raises:
         CommunicationError: ranks don't reach each other over TCP, which only the backend hpcdist can do without.
@@ -109,24 +109,25 @@ def init_torch_distributed(comm: Communicator, backend: str | bool, interface: s
     local_rank = local_ranks.index(comm.rank)
     count = torch.cuda.device_count() if dist.is_nccl_available() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    # By rank: its node's first rank, and its GPU of that node.
     gpus = comm.gather([local_ranks[0], visible[local_rank % count] if count else ""])
-    without_gpu = [rank for rank, gpu in enumerate(gpus) if not gpu[1] or gpu in gpus[:rank]]
-    if backend == "nccl" and without_gpu:
+    without_own = [rank for rank, gpu in enumerate(gpus) if not gpu[1] or gpu in gpus[:rank]]
+    if backend == "nccl" and without_own:
         raise ConfigError(
             "torch_distributed = 'nccl' must have NCCL and a separate GPU on every rank; rank "
-            f"{without_gpu[0]} has none. Remove it: tensors then go through the host's memory."
+            f"{without_own[0]} has none. Remove it: tensors then go through the host's memory."
         )
     if backend not in ("gloo", "nccl"):
         backend = host_backend(comm)
-        backend = f"cpu:{HPCDIST},cuda:nccl" if backend == HPCDIST and not without_gpu else backend
+        backend = f"cpu:{HPCDIST},cuda:nccl" if backend == HPCDIST and not without_own else backend
     point = start_default_group(comm, str(backend), interface)
     os.environ.update({"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)})
-    more: dict[str, Any] = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": len(local_ranks)}
+    variables: dict[str, Any] = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": len(local_ranks)}
     if point.host:
-        more |= {"MASTER_ADDR": point.host, "MASTER_PORT": point.store.port}
+        variables |= {"MASTER_ADDR": point.host, "MASTER_PORT": point.store.port}
     if torch.cuda.device_count() == 0 and not torch.xpu.is_available():
-        more["ACCELERATE_USE_CPU"] = "true"  # otherwise Accelerate assumes one process if there is no GPU
-    for name, value in more.items():
+        variables["ACCELERATE_USE_CPU"] = "true"  # otherwise Accelerate assumes one process if there is no GPU
+    for name, value in variables.items():
         os.environ.setdefault(name, str(value))
 
 

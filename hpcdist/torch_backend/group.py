@@ -35,16 +35,9 @@ from hpcdist.errors import ConfigError, DeadlineError, WorldError
 from hpcdist.model.gradients import uncompiled
 
 OPERATIONS = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "mean",
-    ReduceOp.PRODUCT: "product",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.BAND: "and",
-    ReduceOp.BOR: "or",
-    ReduceOp.BXOR: "xor",
-    ReduceOp.PREMUL_SUM: "sum",
-}
+    ReduceOp.SUM: "sum", ReduceOp.AVG: "mean", ReduceOp.PRODUCT: "product", ReduceOp.MIN: "min", ReduceOp.MAX: "max",
+    ReduceOp.BAND: "and", ReduceOp.BOR: "or", ReduceOp.BXOR: "xor", ReduceOp.PREMUL_SUM: "sum",
+}  # fmt: skip
 # Default options, for scripts that call a group's methods directly.
 _ALL_TO_ALL = AllToAllOptions()
 _ALLGATHER = AllgatherOptions()
@@ -60,14 +53,14 @@ BARRIER_TAG = TAG_LIMIT - 2  # tag of the monitored barrier's messages
 
 
 def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of a group of `cpu:hpcdist,cuda:nccl`: calls on GPU tensors are made by NCCL."""
+    """Decorate a method of a group: with the backend `cpu:hpcdist,cuda:nccl`, NCCL makes calls on GPU tensors."""
 
     @functools.wraps(method)
     def call(group: MpiGroup, tensors: Any, *more: Any, **options: Any) -> Any:
-        first = tensors
-        while isinstance(first, (list, tuple)):
-            first = first[0] if first else None
-        if first is not None and first.is_cuda and (nccl := group.on_gpus()) is not None:
+        tensor = tensors
+        while isinstance(tensor, (list, tuple)):
+            tensor = tensor[0] if tensor else None
+        if tensor is not None and tensor.is_cuda and (nccl := group.on_gpus()) is not None:
             with group._lock:
                 group._sequence += 1
             return getattr(nccl, method.__name__)(tensors, *more, **options)
@@ -98,7 +91,7 @@ class MpiGroup(dist.ProcessGroup):
 
     @classmethod
     def create(cls, options: Any, parent: Communicator) -> MpiGroup:
-        """Collective among the ranks of a group. Create it from torch.distributed's options.
+        """Collective among the ranks of a group. Create the group from torch.distributed's options.
 
         Args:
             options: torch's `DistributedBackendOptions`.
@@ -108,15 +101,15 @@ class MpiGroup(dist.ProcessGroup):
             WorldError: MPI has other ranks than torch.distributed.
         """
         ranks, rank, size = list(options.global_ranks_in_group), options.group_rank, options.group_size
-        limit_s = start_s = options.timeout.total_seconds() or parent.failures.deadline_s
+        call_limit_s = creation_limit_s = options.timeout.total_seconds() or parent.failures.deadline_s
         if ranks:  # torch's default timeout of a group is half an hour, even if the default group has another one
-            start_s = min(limit_s, parent.failures.deadline_s)
+            creation_limit_s = min(call_limit_s, parent.failures.deadline_s)
         else:  # the default group
             require_same_world(parent, rank, size)
-            everyone = gather_ranks(parent, rank)
-            ranks = sorted(range(size), key=everyone.__getitem__)
-        comm = _among(parent, ranks, f"torch.distributed/{options.group_id}", start_s)
-        comm.failures.deadline_s = limit_s
+            torch_ranks = gather_ranks(parent, rank)
+            ranks = sorted(range(size), key=torch_ranks.__getitem__)  # MPI's ranks, in torch's order
+        comm = _among(parent, ranks, f"torch.distributed/{options.group_id}", creation_limit_s)
+        comm.failures.deadline_s = call_limit_s
         return cls(comm, options.store)
 
     # --- torch's interface of a group ---------------------------------------------------------------------------------
@@ -174,7 +167,7 @@ class MpiGroup(dist.ProcessGroup):
 
     # --- collective calls ---------------------------------------------------------------------------------------------
     def _start(self, options: Any, result: Any, call: Callable[..., Any], *args: Any, **more: Any) -> Work:
-        """Make a call; only start it if it is asynchronous."""
+        """Make a call, or only start it if `options` say so; `result` is what the returned work holds."""
         with self._lock:  # several threads may make calls
             self._sequence += 1
             if getattr(options, "asyncOp", True):
@@ -198,7 +191,7 @@ class MpiGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def _sum_sparse(self, tensor: Tensor, *, async_op: bool = False) -> Work | None:
-        """Sum sparse tensors: gather all ranks' indices and values; values with the same index are added."""
+        """Sum sparse tensors in place: gather all ranks' indices and values, and add values with the same index."""
         calls = self._calls
 
         def sum_up() -> None:
@@ -229,7 +222,7 @@ class MpiGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _ALLGATHER
     ) -> Work:
-        works = [self.allgather([list(of_tensor)], [local], opts) for *of_tensor, local in zip(*outs, tensors)]
+        works = [self.allgather([list(out_by_rank)], [local], opts) for *out_by_rank, local in zip(*outs, tensors)]
         return Work.of_all(works, outs)
 
     @by_device
@@ -283,7 +276,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._start(opts, [out], self._calls.all_to_all, outs, parts)
 
     def _in_parts(self, tensor: Tensor, sizes: Sequence[int], name: str) -> Tensor | list[Tensor]:
-        """Split a tensor along its first dimension into `sizes`; return it unchanged for equal parts."""
+        """Split a tensor along its first dimension into `sizes`; return it unchanged without sizes: equal parts."""
         if sizes:
             return list(tensor.split(list(sizes)))
         if tensor.dim() and tensor.shape[0] % self.size():
@@ -308,6 +301,7 @@ class MpiGroup(dist.ProcessGroup):
             timeout: by default the group's.
             wait_all_ranks: name all missing ranks instead of only the first.
         """
+        # Rank 0 waits for a message from each rank; each other rank waits for rank 0's reply.
         limit_s = timeout.total_seconds() if timeout > NO_LIMIT else self.comm.failures.deadline_s
         token, missing = torch.zeros(1, dtype=torch.uint8), list(range(1, self.size())) if self.rank() == 0 else [0]
 
@@ -323,9 +317,9 @@ class MpiGroup(dist.ProcessGroup):
         try:
             wait_until(all_arrived, limit_s, str)
         except DeadlineError:
-            named = missing if wait_all_ranks else missing[:1]
+            reported = missing if wait_all_ranks else missing[:1]
             raise DeadlineError(
-                f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} did not reach the monitored barrier "
+                f"rank{'s' * (len(reported) > 1)} {', '.join(map(str, reported))} did not reach the monitored barrier "
                 f"of {self.group_name} within {limit_s:g} s. Check these ranks, or set a longer timeout."
             ) from None
         for rank in range(1, self.size() if self.rank() == 0 else 0):
@@ -344,7 +338,7 @@ class MpiGroup(dist.ProcessGroup):
 
     @by_device
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
-        receives: list[Work] = []
+        receives: list[Work] = []  # one, as soon as a message has arrived
 
         def receive(block: bool) -> bool:
             arrived = None if receives else self.comm.probe(tag=tag, block=block)
@@ -358,16 +352,14 @@ class MpiGroup(dist.ProcessGroup):
 
     def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         """Start a receive into a tensor of any strides."""
-        whole = tensors[0].detach()
-        flat = (
-            whole.view(-1) if whole.is_contiguous() else torch.empty_like(whole, memory_format=torch.contiguous_format)
-        )
-        after = None if whole.is_contiguous() else functools.partial(whole.copy_, flat)
+        out = tensors[0].detach()
+        flat = out.view(-1) if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        copy_back = None if out.is_contiguous() else functools.partial(out.copy_, flat)
         request = self.comm.irecv(flat.view(-1), source, tag)
-        return Work(tensors, request.done, request.wait, after, source)
+        return Work(tensors, request.done, request.wait, copy_back, source)
 
     def _track(self, work: Work) -> Work:
-        """Add a work to those of a coalesced call, if one has been started."""
+        """Return a work, after adding it to the coalesced call if one has been started."""
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -442,9 +434,9 @@ def _among(world: Communicator, ranks: Sequence[int], name: str, limit_s: float)
 
 
 def _operation(options: Any) -> tuple[str, float | None]:
-    """Return the name of the reduction in torch's options, and the factor of this rank's tensor."""
-    kind = options.reduceOp
-    operation = OPERATIONS.get(kind.op)
+    """Return the name of the reduction in torch's options, and the factor of this rank's tensor (PREMUL_SUM only)."""
+    reduce_op = options.reduceOp
+    operation = OPERATIONS.get(reduce_op.op)
     if operation is None:
-        raise ConfigError(f"op must be a supported ReduceOp; got {kind.op}. Use ReduceOp.SUM, for example.")
-    return operation, float(kind.factor) if kind.op == ReduceOp.PREMUL_SUM else None
+        raise ConfigError(f"op must be a supported ReduceOp; got {reduce_op.op}. Use ReduceOp.SUM, for example.")
+    return operation, float(reduce_op.factor) if reduce_op.op == ReduceOp.PREMUL_SUM else None

@@ -44,17 +44,17 @@ class CompressionState:
         self.config = JointCompression.from_mapping(options, "compression")
         self._comm = ranks.comm.split(0, traffic=ranks.comm.trace.traffic)
         self._queue, self._mean = self._comm.queue(), Native(self._comm).mean
-        self._sums: dict[int, Reduction] = {}  # by the numbers of buckets
-        self._seen: set[int] = set()
+        self._sums: dict[int, Reduction] = {}  # by bucket
+        self._seen: set[int] = set()  # buckets
 
     def start(self, bucket: GradBucket) -> Work:
-        """Start replacing a bucket by its mean over the ranks."""
+        """Start replacing a bucket's gradients by their mean over the ranks: uncompressed in a bucket's first call."""
         number, gradients = bucket.index(), bucket.buffer()
-        first, spans = number not in self._seen, _spans(bucket)
+        is_first, spans = number not in self._seen, _spans(bucket)
         self._seen.add(number)
 
         def average() -> None:
-            if first or not self.config:
+            if is_first or not self.config:
                 self._mean(gradients)
                 return
             if number not in self._sums:

@@ -74,7 +74,7 @@ class JobDataset(Dataset[Any]):
         return map(_raise_error, self._loader)
 
     def __getitem__(self, position: tuple[int, np.ndarray]) -> Batch | DataError:
-        """Read a batch, position = (epoch, indices); return errors, not raised in a worker process."""
+        """Return the batch at position = (epoch, indices), or an error, for `_raise_error` in the main process."""
         samples = []
         for number in position[1].tolist():
             with seeded((self._seed, position[0]), number):

@@ -56,6 +56,7 @@ class EarlyStopping:
 
     @property
     def _waited(self) -> int:
+        """Return the number of evaluations since the best one; all, if none is finite."""
         best = self.best
         return sum(best is None or step > best[0] for step, _ in self._evaluations)
 

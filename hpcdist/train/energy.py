@@ -42,18 +42,18 @@ class RunEnergy:
             return
         gpu = gpu_uuid(self._device)
         devices = [device or ["", None] for device in self._comm.gather([_host(), gpu])]
-        before = devices[: self._comm.rank]
-        makers: dict[str, Callable[[], Sequence[Joules]]] = {}
-        if _host() not in [host for host, _ in before]:
+        of_lower_ranks = devices[: self._comm.rank]
+        makers: dict[str, Callable[[], Sequence[Joules]]] = {}  # of what no lower rank measures
+        if _host() not in [host for host, _ in of_lower_ranks]:
             makers[CPU] = lambda: packages(self._root)
-        if gpu is not None and gpu not in [other for _, other in before]:
+        if gpu is not None and gpu not in [other for _, other in of_lower_ranks]:
             makers[GPU] = lambda: [GpuCounter(gpu)]
         self._meter = EnergyMeter(makers)
         if self._resumed and not any(self._before):
             self._before = {}, dict.fromkeys(makers, "the checkpoint that the run was resumed from does not contain it")
 
     def _sums(self) -> Sums:
-        """Collective. Return the joules of all ranks and starts."""
+        """Collective. Return the joules of all ranks and starts, and reasons for missing ones, by source."""
         local = ({}, {}) if self._meter is None else (self._meter.joules(), self._meter.missing)
         joules, missing = add_up([*(part for part in self._comm.gather(local) if part is not None), self._before])
         if self._comm.failures.lost:

@@ -46,8 +46,8 @@ def evaluate_replica(
     module.eval()
     try:
         with torch.no_grad():
-            share = others.failures.alive.index(others.rank)
-            for x, y in Loader(dataset, BATCH, worker=share, workers=len(others.failures.alive), shuffle=False):
+            index = others.failures.alive.index(others.rank)
+            for x, y in Loader(dataset, BATCH, worker=index, workers=len(others.failures.alive), shuffle=False):
                 x, y = x.to(device), y.to(device)
                 with named_misfits(path, "test", module, x=x, y=y) as at:
                     at["outputs"] = outputs = module(x)

@@ -28,14 +28,9 @@ class Interruption:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        checkpoints: Path,
-        argv: Sequence[str],
-        environ: Mapping[str, str],
-        ranks: int,
+        self, folder: Path, checkpoints: Path, argv: Sequence[str], environ: Mapping[str, str], ranks: int,
         processes: Mapping[int, int],
-    ):
+    ):  # fmt: skip
         self._folder, self._checkpoints = folder, checkpoints
         self._processes = {rank: pid for rank, pid in processes.items() if psutil.pid_exists(pid)}
         task = task_or_none(environ)
@@ -50,13 +45,13 @@ class Interruption:
         drops their output; so the message is written to the terminal itself. After a rank's failure mpirun ends the
         other ranks in the same way.
         """
-        died = [f"rank {rank}" for rank, pid in self._processes.items() if not psutil.pid_exists(pid)]
+        failed = [f"rank {rank}" for rank, pid in self._processes.items() if not psutil.pid_exists(pid)]
         with suppress(OSError):
-            end_run(self._folder, *(("failed", f"{', '.join(died)} has failed") if died else ("interrupted", name)))
+            end_run(self._folder, *(("failed", f"{', '.join(failed)} has failed") if failed else ("interrupted", name)))
         if name == signal.SIGTERM.name and self._launcher == "Open MPI's mpirun":
             newest = checkpoint.latest(self._checkpoints)
             saved = "no checkpoint has been saved yet" if newest is None else f"the newest checkpoint is {newest}"
-            why = f"{', '.join(died)} has failed, and mpirun ends the others" if died else "interrupted by mpirun"
+            why = f"{', '.join(failed)} has failed, and mpirun ends the others" if failed else "interrupted by mpirun"
             text = f"{why}. Ranks save if mpirun leaves enough time; until then {saved}. {self._how_to_resume}"
             with suppress(OSError), open("/dev/tty", "w") as terminal:
                 terminal.write(f"\nhpcdist: {text}\n")
@@ -73,7 +68,7 @@ class Interruption:
 
 
 def _launch(launcher: str | None, ranks: int) -> list[str]:
-    """Return the launcher's part of a command for `ranks` ranks."""
+    """Return the launcher's part of a command for `ranks` ranks, such as mpirun -n 4."""
     if launcher is None:
         return []
     program = launcher if launcher.startswith("srun") else launcher.rpartition(" ")[2]
@@ -81,7 +76,7 @@ def _launch(launcher: str | None, ranks: int) -> list[str]:
 
 
 def _train(argv: Sequence[str], folder: Path) -> Iterable[str]:
-    """Return the `hpcdist train` command that resumes the run."""
+    """Return the `hpcdist train` command that resumes the run: that of `argv`, with other --output and --resume."""
     program, *arguments = argv or ("hpcdist",)
     kept, options = [], iter(arguments)
     for argument in options:

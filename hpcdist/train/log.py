@@ -79,16 +79,9 @@ class RunLog:
     _writer: RecordWriter  # from `open` on
 
     def __init__(
-        self,
-        folder: Path,
-        config: JobConfig,
-        comm: Communicator,
-        position: Position,
-        stop_conditions: StopConditions,
-        report: Callable[[Progress], None] | None,
-        curves: Curves,
-        device: torch.device | None = None,
-    ):
+        self, folder: Path, config: JobConfig, comm: Communicator, position: Position, stop_conditions: StopConditions,
+        report: Callable[[Progress], None] | None, curves: Curves, device: torch.device | None = None,
+    ):  # fmt: skip
         self.train_s, self.energy, self.n_samples = 0.0, RunEnergy(comm, device), stop_conditions.n_samples
         self.metrics: dict[str, float] = {}
         self.joules: float | None = None
@@ -161,18 +154,13 @@ class RunLog:
             ahead = max(0, done - self._position.consumed)  # since the last sync point, which sets the position
             self._report(
                 Progress(
-                    epoch=self._position.epoch,
-                    epochs=self._config.epochs,
-                    epoch_samples=epoch_samples,
-                    step=self._position.step + -(-ahead // self._stop_conditions.global_batch),
-                    samples=samples,
-                    total_samples=self._stop_conditions.total_samples(samples),
-                    seconds=self._seconds(),
-                    loss=sum(recent) / len(recent) if recent else None,
-                    metrics=self.metrics,
+                    epoch=self._position.epoch, epochs=self._config.epochs, epoch_samples=epoch_samples,
+                    step=self._position.step + -(-ahead // self._stop_conditions.global_batch), samples=samples,
+                    total_samples=self._stop_conditions.total_samples(samples), seconds=self._seconds(),
+                    loss=sum(recent) / len(recent) if recent else None, metrics=self.metrics,
                     ended=self._stop_conditions.ended,
                 )
-            )
+            )  # fmt: skip
 
     # --- evaluations and the summary ------------------------------------------------------------------------------
     def write_evaluation(self) -> None:
@@ -195,19 +183,10 @@ class RunLog:
         summary, energy = None, self.energy.result()
         if self._leads:
             summary = summarise(
-                read_records(self._folder),
-                strategy=self._config.strategy.name,
-                ranks=self._comm.size,
-                stages=self._config.parallel.stages,
-                seed=self._config.seed,
-                wall_s=self.train_s,
-                metrics=self.metrics,
-                sha256=sha256,
-                pending=pending,
-                lost_ranks=list(self._comm.failures.lost),
-                **further,
-                energy=energy,
-            )
+                read_records(self._folder), strategy=self._config.strategy.name, ranks=self._comm.size,
+                stages=self._config.parallel.stages, seed=self._config.seed, wall_s=self.train_s, metrics=self.metrics,
+                sha256=sha256, pending=pending, lost_ranks=list(self._comm.failures.lost), **further, energy=energy,
+            )  # fmt: skip
             write_summary(self._folder, summary)
         summaries = self._comm.gather(None if summary is None else summary.model_dump_json())
         return Summary.model_validate_json(summaries[self._comm.failures.alive[0]])

@@ -55,23 +55,12 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        job: Job,
-        config: JobConfig,
-        comm: Communicator,
-        output: Path,
-        report: Callable[[Progress], None] | None,
-        *,
-        ends_at: float | None = None,
-        listens: bool = False,
-        judge: Callable[[], str | None] | None = None,
-    ):
+        self, job: Job, config: JobConfig, comm: Communicator, output: Path, report: Callable[[Progress], None] | None,
+        *, ends_at: float | None = None, listens: bool = False, judge: Callable[[], str | None] | None = None,
+    ):  # fmt: skip
         self.job, self.comm, self.output, self._judge = job, comm, output, judge
         session.init(
-            comm=comm,
-            deadline_s=config.deadline_s,
-            gpu_aware_mpi=config.gpu_aware_mpi,
-            internode=config.internode,
+            comm=comm, deadline_s=config.deadline_s, gpu_aware_mpi=config.gpu_aware_mpi, internode=config.internode
         )
         # Paths of data may differ by node: their content is compared.
         require_equal(comm, config.model_dump(exclude={"output": True, "data": {"path"}}), "configuration")
@@ -143,15 +132,10 @@ class Trainer:
             rules.refuse("joint batches are split by label", self.strategy)
         parts, self.labels = split_samples(self.config, self._train, len(workers))
         self.loader = Loader(
-            self._train,
-            self.config.batch_size * self.config.accumulation,
-            fill=True,
+            self._train, self.config.batch_size * self.config.accumulation, fill=True,
             worker=self.workers.index(self.replica.others.rank) if self.strategy.is_worker else 0,
-            workers=len(self.workers),
-            seed=self.config.seed,
-            prefetch=self.config.data.prefetch,
-            parts=parts,
-        )
+            workers=len(self.workers), seed=self.config.seed, prefetch=self.config.data.prefetch, parts=parts,
+        )  # fmt: skip
         self.stop_conditions.global_batch = self.loader.plan.global_batch
 
     @property
@@ -201,7 +185,7 @@ class Trainer:
         plan = self.loader.plan
         batches, done = iter(self.loader), 0
         while done < plan.steps and not self._leaves and not self.stop_conditions.ended:
-            count, before = self._count_steps(plan.steps - done), self.stop_conditions.samples
+            count, samples_before = self._count_steps(plan.steps - done), self.stop_conditions.samples
             self.strategy.records.start()
             with self.log.training():
                 self._steps(batches, done, count)
@@ -209,7 +193,7 @@ class Trainer:
             done, position.step = done + count, position.step + count
             position.consumed = plan.position(done)
             self.stop_conditions.check_clock(self.log.train_s, count)
-            evaluates = self.stop_conditions.evaluates(before) or self.stop_conditions.ended
+            evaluates = self.stop_conditions.evaluates(samples_before) or self.stop_conditions.ended
             self.early_stopping.improved = False  # until the next evaluation
             if done == plan.steps:
                 self._end_epoch(evaluates)
@@ -231,12 +215,12 @@ class Trainer:
     def _count_steps(self, remaining: int) -> int:
         """Return the number of steps to the next sync point of all ranks: at most the `remaining` ones of the epoch."""
         every = self.config.checkpoint.every_steps
-        ahead = [remaining, self.stop_conditions.steps or remaining]
+        limits = [remaining, self.stop_conditions.steps or remaining]
         if every:
-            ahead.append(every - self.position.step % every)
+            limits.append(every - self.position.step % every)
         if self.leaving is not None:
-            ahead.append(self.leaving.steps)
-        return min(ahead)
+            limits.append(self.leaving.steps)
+        return min(limits)
 
     def _save(self) -> None:
         self.log.flush()  # the records of a checkpoint's steps must be in the files
@@ -276,11 +260,13 @@ class Trainer:
         self._evaluate_s = self.comm.now() - start
 
     def _judged(self) -> str | None:
+        """Collective. Return the judge's reason to end the run, or None, the same on all ranks."""
         judge, leader = cast(Callable[[], str | None], self._judge), self.comm.failures.alive[0]
         reason = self.comm.raise_on_all_ranks(lambda: judge() if self.comm.rank == leader else None)
         return self.comm.gather(reason)[leader]
 
     def _evaluate(self) -> None:
+        """Collective. Evaluate the consensus, or the average of the iterates, and set the log's metrics."""
         self._require_finite()
         average = self.average
         with nullcontext() if average is None else self.model.swapped(average.params, average.buffers):
@@ -294,7 +280,7 @@ class Trainer:
         self._on_survivors(lambda: require_finite(self.strategy, self.comm, self.position.step))
 
     def _on_survivors(self, action: Callable[[], T]) -> T:
-        """Collective. Return the result of `action` on all surviving ranks; see Failures.retry_on_failure."""
+        """Collective. Return the result of `action`, repeated by the surviving ranks if a rank fails meanwhile."""
 
         def shrunk() -> T:
             self.strategy.shrink()
@@ -329,11 +315,11 @@ class Trainer:
 
     def _step_in_portions(self, indices: np.ndarray, joint: JointBatch) -> None:
         """Take a step in which the optimiser evaluates portions of a joint batch."""
-        share = self.config.batch_size * self.config.accumulation
+        batch_samples = self.config.batch_size * self.config.accumulation
 
         def evaluate(portion: slice) -> torch.Tensor:
             x, y = (tensor.to(self.device) for tensor in self._train.batch(indices[portion]))
-            self.comm.compute(len(x) / share)
+            self.comm.compute(len(x) / batch_samples)
             return cast(WholeReplica, self.replica).backward_part(x, y, len(x))
 
         self._end_step(joint.share, self.optimizer.step(evaluate).item())
@@ -361,6 +347,7 @@ class Trainer:
         self._write(record)
 
     def _write(self, record: StepRecord) -> None:
+        """Write the record of a step; raise NonFiniteError after too many skipped ones."""
         self.log.write(self.replica.account(record), record.loss)
         self._skipped = count_skipped(self._skipped, record, self.config.max_skipped)
         if not self.strategy.is_worker:
@@ -382,6 +369,7 @@ class Trainer:
         )  # fmt: skip
 
     def _best(self) -> dict[str, Any] | None:
+        """Return the summary's entry on the best evaluation, with the best checkpoint that still exists."""
         if self.early_stopping.best is None:
             return None
         path = checkpoint.best_of(self.checkpoints, self.early_stopping.steps)

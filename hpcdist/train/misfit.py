@@ -25,7 +25,8 @@ def named_misfits(path: Path | str | None, split: str, module: nn.Module | None,
 
     Args:
         path: of the data's file; None: the job's Datasets.
-        batch: x and y, None where this rank does not use it. The context adds outputs, and the part that computes.
+        batch: x and y, None where this rank does not use it; the context gets them as a dict, and adds the model's
+            `outputs`, and as `part` what else computes, such as "the metric accuracy", for the message.
     """
     try:
         yield batch
@@ -38,12 +39,12 @@ def named_misfits(path: Path | str | None, split: str, module: nn.Module | None,
             raise
         part = batch.pop("part", "the loss" if "outputs" in batch else "the model or its loss")
         advice = "the model or the loss"
-        names = {} if module is None else {own: f"layer {name}," for name, own in module.named_modules()}
-        layers = [own for frame, _ in frames if isinstance(own := frame.f_locals.get("self"), nn.Module)]
-        if layers := [own for own in layers if own in names or module is None]:
-            layer, is_one = layers[-1], next(layers[-1].children(), None) is None
+        names = {} if module is None else {child: f"layer {name}," for name, child in module.named_modules()}
+        layers = [child for frame, _ in frames if isinstance(child := frame.f_locals.get("self"), nn.Module)]
+        if layers := [child for child in layers if child in names or module is None]:
+            layer, is_leaf = layers[-1], next(layers[-1].children(), None) is None
             where = "the model," if layer is module else names.get(layer, "a layer,")
-            part, advice = f"{where} {layer if is_one else type(layer).__name__},", "the model"
+            part, advice = f"{where} {layer if is_leaf else type(layer).__name__},", "the model"
             if isinstance(layer, nn.Embedding):
                 advice = f"the embedding, whose ids are integers from 0 to {layer.num_embeddings - 1}"
         elif isinstance(outputs := batch.get("outputs"), Tensor) and outputs.dim() > 1:

@@ -153,18 +153,18 @@ class StagedReplica(JobReplica):
         return record if self.is_logging else replace(record, samples=0, loss=None, staleness=(), dropped=0)
 
     def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
-        """Return the sha256 of the whole model's parameters, computed by chunks. Collective in the replica."""
+        """Return the sha256 that `records.digest` has for the whole model's flat tensors. Collective in the replica."""
         inner, sha, pipeline = self.grid.inner, hashlib.sha256(), self.module
         repeated = set(map(id, pipeline.tied.repeated))  # the whole model has them in the first stage
-        numbers = [number for stage in pipeline.stages for number in pipeline.cut.layers(stage)]
-        layers = dict(zip((name for name, _ in pipeline.named_children()), numbers, strict=True))
+        layer_numbers = [number for stage in pipeline.stages for number in pipeline.cut.layers(stage)]
+        layer_of = dict(zip((name for name, _ in pipeline.named_children()), layer_numbers, strict=True))
         local = [
-            (layers[slot.name.partition(".")[0]], str(params[slot.group].dtype), slot.start, slot.stop)
+            (layer_of[slot.name.partition(".")[0]], str(params[slot.group].dtype), slot.start, slot.stop)
             for slot in model.slots
             if id(slot.tensor) not in repeated
         ]
         parts = [(*part, rank) for rank, parts in enumerate(inner.gather(local)) for part in parts]
-        parts.sort(key=lambda part: part[0])  # by layer; stable
+        parts.sort(key=lambda part: part[0])  # by layer, as in a whole model's flat tensors; stable
         groups = {str(flat.dtype): flat for flat in params}
         for dtype in dict.fromkeys(part[1] for part in parts):
             of_group = [part for part in parts if part[1] == dtype]

@@ -47,10 +47,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
 
 def save(trainer: Trainer, folder: Path, **options: Any) -> Path:
     """Collective. Save the run after its current step; for the options see `checkpoint.Saver`."""
-    meta: dict[str, Any] = {
-        "model": trainer.model.description(),
-        "settings": all_settings(trainer),
-    }
+    meta: dict[str, Any] = {"model": trainer.model.description(), "settings": all_settings(trainer)}
     if not trainer.config.parallel.whole:
         meta["stages"] = trainer.config.parallel.stages
         meta["cut"] = list(trainer.replica.cut)

@@ -26,15 +26,7 @@ from hpcdist.errors import ConfigError, suggestion
 from hpcdist.parallel.cut import cut_of
 from hpcdist.parallel.layers import outline
 from hpcdist.parallel.schedules import create as create_schedule
-from hpcdist.records import (
-    Outcome,
-    Summary,
-    end_run,
-    locked,
-    making,
-    merged_timeline,
-    start_run,
-)
+from hpcdist.records import Outcome, Summary, end_run, locked, making, merged_timeline, start_run
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
 from hpcdist.session import loggers
@@ -155,7 +147,7 @@ def _outcome(error: BaseException) -> tuple[Outcome, str]:
 
 
 def _on_rank_0(comm: Communicator, work: Callable[[], Path | None]) -> Path | None:
-    """Collective. Run `work` on rank 0, because other nodes may see a shared folder later; return its result on all."""
+    """Collective. Run `work` on rank 0, because other nodes may see a shared folder later; return its path on all."""
     path = comm.raise_on_all_ranks(lambda: work() if comm.rank == 0 else None)
     text = comm.gather(str(path or ""))[0]
     return Path(text) if text else None
@@ -164,7 +156,7 @@ def _on_rank_0(comm: Communicator, work: Callable[[], Path | None]) -> Path | No
 def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) -> tuple[Job, JobConfig]:
     """Load a job and its settings; make the checks that need only one process."""
     job = load_job(job_path)
-    options = load({}, toml_path, overrides)
+    options = load({}, toml_path, overrides)  # what the user sets
     if not isinstance(job.data, Mapping):
         data = {"path": f"data/{job_path.stem}.h5", **job.defaults.get("data", {})}
         job = replace(job, defaults={**job.defaults, "data": data})
@@ -250,13 +242,13 @@ def _new_folder(parent: Path, name: str) -> Path:
 def _keep_number(folder: Path) -> None:
     """Store the number of a started run, as an empty file with its name, which stays when its folder is removed."""
     name, number = folder.name.rsplit("-", 1)
-    kept = folder.parent / NUMBERS
+    numbers_folder = folder.parent / NUMBERS
     with suppress(OSError):  # for example if the disk is full
-        kept.mkdir(exist_ok=True)
-        (kept / folder.name).touch()
-        for lower in _numbers(kept, name):
+        numbers_folder.mkdir(exist_ok=True)
+        (numbers_folder / folder.name).touch()
+        for lower in _numbers(numbers_folder, name):
             if lower < int(number):
-                (kept / f"{name}-{lower}").unlink(missing_ok=True)
+                (numbers_folder / f"{name}-{lower}").unlink(missing_ok=True)
 
 
 def _numbers(folder: Path, name: str) -> list[int]:
@@ -284,9 +276,8 @@ def _newest(trainer: Trainer, allow_changes: bool) -> tuple[tuple[Path, checkpoi
     Raises ConfigError if settings have changed, and `allow_changes` is False.
     """
     comm, checkpoints = trainer.comm, trainer.checkpoints
-    comm.raise_on_all_ranks(
-        lambda: clean(checkpoints) if comm.rank == 0 else None
-    )  # the run's lock is held: no other process saves there
+    # The run's lock is held: no other process saves there.
+    comm.raise_on_all_ranks(lambda: clean(checkpoints) if comm.rank == 0 else None)
     newest = checkpoint.latest_on_all_ranks(comm, checkpoints)
     if newest is None:
         if comm.rank == 0:
@@ -308,25 +299,16 @@ def _newest(trainer: Trainer, allow_changes: bool) -> tuple[tuple[Path, checkpoi
 
 # --- provenance -------------------------------------------------------------------------------------------------------
 def write_start(
-    trainer: Trainer,
-    job_path: Path,
-    command: Sequence[str],
-    resumed_from: tuple[Path, checkpoint.Manifest] | None,
+    trainer: Trainer, job_path: Path, command: Sequence[str], resumed_from: tuple[Path, checkpoint.Manifest] | None,
     changed: Changes,
-) -> None:
+) -> None:  # fmt: skip
     """Collective. Add this start to the folder's `run.json`, on the first rank, and copy the job's file there."""
     start = describe_start(
-        trainer.comm,
-        trainer.output,
-        job_path,
-        all_settings(trainer),
-        command=list(command),
-        samples=trainer.log.n_samples,
-        labels=trainer.labels,
-        rate_factor=trainer.rate_factor,
+        trainer.comm, trainer.output, job_path, all_settings(trainer), command=list(command),
+        samples=trainer.log.n_samples, labels=trainer.labels, rate_factor=trainer.rate_factor,
         went_on_from=None if resumed_from is None else str(resumed_from[0]),
         step=0 if resumed_from is None else resumed_from[1].step,
         changed={key: list(values) for key, values in changed.items()},
-    )
+    )  # fmt: skip
     if start is not None:
         start_run(trainer.output, start)

@@ -9,8 +9,9 @@ from hpcdist.session.leaving import Leaving
 class Saving:
     """Decides when a checkpoint is due, at the same step on all ranks, without a message.
 
-    Time is measured at the ranks' last sync point, the same on all. Without sync points, as on virtual ranks, only
-    steps count.
+    It is due every `every_steps` steps, every `every_s` seconds, at the end of an epoch or a run that took so long, and
+    after the best evaluation so far (with `best`, if the run is as old, or early stopping may end it). Time is
+    measured at the ranks' last sync point, the same on all; without sync points, as on virtual ranks, only steps count.
 
     Args:
         leaving: has the sync points at which ranks decide whether they leave; None without any.
@@ -22,12 +23,12 @@ class Saving:
 
     def is_due(self, step: int, *, epoch_ends: bool, run_ends: bool, improved: bool) -> bool:
         """Return whether to save after this step; `improved`: its evaluation is the best so far."""
-        config, long = self._config, self._elapsed()
+        config, elapsed = self._config, self._elapsed()
         is_due = (config.every_steps > 0 and step % config.every_steps == 0) or (
-            "checkpoint" in long
-            or (epoch_ends and "epoch" in long)
-            or (run_ends and "run" in long)
-            or (improved and config.best and (self._waits or "run" in long))
+            "checkpoint" in elapsed
+            or (epoch_ends and "epoch" in elapsed)
+            or (run_ends and "run" in elapsed)
+            or (improved and config.best and (self._waits or "run" in elapsed))
         )
         if self._leaving is not None and self._leaving.clock_s is not None:
             self._since |= {"checkpoint": self._leaving.clock_s} if is_due else {}

@@ -69,6 +69,7 @@ class StopConditions:
         return every is not None and self.samples // every > before // every
 
     def _steps_to(self, samples: int) -> int:
+        """Return the number of steps until the run has taken this number of samples."""
         return -(-(samples - self.samples) // self.global_batch)
 
     def check_clock(self, train_s: float, steps: int = 0) -> None:

@@ -329,6 +329,7 @@ def test_curves_are_drawn_with_characters():
         "   step 1  3",
     ]
     assert curve([(1, 0.0), (2, 1.0)], 10, 1)[0] == "      1 ⣠⠞"
+    assert curve([(1, 1.0), (2, 0.0)], 9, 2)[:2] == ["      1 ⢹", "      0 ⢸"], "a fall from the top is a line"
     assert curve([(5, 2.0)], 12, 3, braille=False)[1].startswith("      2 *")
     assert [line[:8] for line in curve([(1, 0.000891), (2, 1.0)], 12, 2)[:2]] == ["      1 ", "8.9e-04 "]
     assert curve([], 12, 2) == [" " * 12] * 3

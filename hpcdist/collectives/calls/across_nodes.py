@@ -64,7 +64,7 @@ class SlotsAcrossNodes(Slots):
         self._node, self._inside = node, inside
         self._leaders = comm.split(0 if node.rank == 0 else None, traffic=comm.trace.traffic)
         nodes = comm.nodes
-        order = list(dict.fromkeys(nodes))
+        order = list(dict.fromkeys(nodes))  # the nodes by their first ranks, as the leaders' ranks
         self._leader_of = [order.index(number) for number in nodes]
         self._ranks_of = [[rank for rank in range(comm.size) if nodes[rank] == number] for number in order]
         self._outbox, self._inbox = (torch.zeros(HEAD + PACKET_BYTES, dtype=torch.uint8) for _ in range(2))
@@ -78,6 +78,7 @@ class SlotsAcrossNodes(Slots):
             if self._leaders is not None:
                 with self._leaders.failures.collective:
                     agree = self._exchange(self._leaders, fingerprint if agree else DIFFER, gathered or NOTHING)
+            # The leader tells its node's ranks the result: they have the fingerprint 1, and it has 0 if ranks differ.
             return agree if self._inside is None else self._inside.synchronize(int(agree or self._leaders is None))
 
     def _exchange(self, leaders: Communicator, fingerprint: int, gathered: GatheredRows) -> bool:
@@ -109,7 +110,7 @@ class SlotsAcrossNodes(Slots):
 
     def _plan(self, leaders: Communicator, n_bytes: int, source: int | None) -> list[_Round]:
         """Return the rounds of an exchange of rows of `n_bytes`, or of the row of `source` only."""
-        rounds, me, n_nodes, distance = [], leaders.rank, leaders.size, 1
+        rounds, me, n_nodes, distance = [], leaders.rank, leaders.size, 1  # me: this node's number
         while distance < n_nodes:
             n_sent = min(distance, n_nodes - distance)
             sent, received = (

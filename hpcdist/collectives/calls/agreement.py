@@ -26,15 +26,14 @@ def fingerprint_of(call: str, dtype: torch.dtype, *more: int) -> int:
 
 
 def shape_numbers(tensors: Sequence[Tensor]) -> list[int]:
-    """Encode shapes as a list of integers, uniquely."""
+    """Encode shapes as one list of integers, different for different shapes."""
     return [number for tensor in tensors for number in (tensor.dim(), *tensor.shape)]
 
 
 def refuse(comm: Communicator, call: str, detail: str | int, *tensors: Tensor) -> None:
-    """Collective. Raise MismatchError with the differences between the ranks, once all ranks know that they differ.
+    """Collective, once all ranks know that their calls differ. Raise MismatchError with each rank's call.
 
     Args:
-        call: name of the call.
         detail: the operation, or the root.
         tensors: the local tensors.
     """

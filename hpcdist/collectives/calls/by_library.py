@@ -64,8 +64,8 @@ class CallsByLibrary:
 
     def all_gather(self, fingerprint: int, dtype: torch.dtype, count: int) -> AgreedCall:
         def make(out: Tensor, local: Tensor) -> None:
-            inside = out.data_ptr() <= local.data_ptr() < out.data_ptr() + out.nbytes
-            self.library.all_gather(out, local.clone() if inside else local)
+            overlaps = out.data_ptr() <= local.data_ptr() < out.data_ptr() + out.nbytes
+            self.library.all_gather(out, local.clone() if overlaps else local)  # MPI forbids overlapping buffers
 
         return self._agreed(fingerprint, make)
 

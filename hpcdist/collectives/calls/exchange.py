@@ -122,9 +122,8 @@ class SlotExchange(Exchange):
                 return False
             if is_receiver and length:
                 rows = buffer.rows
-                if (
-                    is_source and self.size == 2 and len(chunk) == length
-                ):  # read the local tensor, which is in the cache
+                # On two ranks read the local tensor, which is in the cache.
+                if is_source and self.size == 2 and len(chunk) == length:
                     rows = [chunk, rows[1]] if self.rank == 0 else [rows[0], chunk]
                 consume(start, rows)
         return True

@@ -73,6 +73,7 @@ class Collectives:
         self._providers: list[PreparedCalls | CallsByLibrary] = []
         self._one_node = len(set(self.comm.nodes)) == 1
         self._trials: dict[tuple[str, int], Trial] = {}  # of calls with several providers, by call and length
+        # Prepared calls; a second function is called with the tensors if the ranks' calls differ.
         self._ready: dict[int, PreparedCall | None] = {}  # by fingerprint
         self._by_shape: dict[tuple[Any, ...], tuple[PreparedCall, Callable[..., None]]] = {}
         self._by_address: dict[tuple[Any, ...], tuple[Callable[[], bool], Callable[..., None]]] = {}
@@ -141,12 +142,12 @@ class Collectives:
         return reduce if op == "sum" else reduce.mean
 
     def _share(self, fingerprint: int, local: Tensor, combine: Reduce) -> bool:
-        """Reduce whole tensors on every rank."""
+        """Reduce whole tensors on every rank; return whether the ranks' calls agree."""
         counts = [len(local)] * self.size
         return self._exchange.share(fingerprint, local, counts, _into(local, combine), self._everyone, self._everyone)
 
     def _share_in_slices(self, fingerprint: int, local: Tensor, combine: Reduce) -> bool:
-        """Reduce one slice on each rank, then share the slices."""
+        """Reduce one slice on each rank, then share the slices; return whether the ranks' calls agree."""
         parts = chunks(local, self.size)
         counts, total = [len(part) for part in parts], torch.empty_like(parts[self.rank])
         received, consume = [len(total)] * self.size, _into(total, combine)
@@ -228,9 +229,7 @@ class Collectives:
     def all_gather(self, out: Tensors, tensor: Tensor, *, async_op: bool = False) -> Work | None:
         """Gather all ranks' tensors on all ranks.
 
-        Args:
-            out: overwritten: a list with a tensor for each rank, of the same shapes on all ranks; or one tensor of
-                equal parts.
+        `out`: a list with a tensor for each rank, of the same shapes on all ranks; or one tensor of equal parts.
         """
         return self._start(async_op, out, lambda: self._all_gather(out, tensor), "all_gather", "", out, tensor)
 
@@ -254,11 +253,7 @@ class Collectives:
     def gather(
         self, out: Sequence[Tensor] | None, tensor: Tensor, root: int = 0, *, async_op: bool = False
     ) -> Work | None:
-        """Gather all ranks' tensors on root.
-
-        Args:
-            out: on root, a tensor for each rank, overwritten; None on other ranks.
-        """
+        """Gather all ranks' tensors on root, in `out`: a list with a tensor for each rank; None on other ranks."""
         return self._start(async_op, out, lambda: self._gather(out, tensor, root))
 
     def _gather(self, out: Sequence[Tensor] | None, tensor: Tensor, root: int) -> None:
@@ -274,12 +269,7 @@ class Collectives:
     def scatter(
         self, out: Tensor, inputs: Sequence[Tensor] | None = None, root: int = 0, *, async_op: bool = False
     ) -> Work | None:
-        """Send one of root's tensors to each rank.
-
-        Args:
-            out: overwritten.
-            inputs: on root, a tensor for each rank; None on other ranks.
-        """
+        """Send each rank, into its `out`, one of root's `inputs`: a tensor for each rank; None on other ranks."""
         return self._start(async_op, out, lambda: self._scatter(out, inputs, root))
 
     def _scatter(self, out: Tensor, inputs: Sequence[Tensor] | None, root: int) -> None:
@@ -289,19 +279,19 @@ class Collectives:
             expected = [out.numel() if rank == root else NONE for rank in self._everyone]
             lengths = exchange_lengths(self.comm, self._exchange, "scatter", out.dtype, root, sent, expected)[root]
             with flattened(self.comm, out) as flat:
+                # On ranks other than root `local` only has the dtype.
                 local, counts = parts or [flat] * self.size, [lengths[self.rank]] * self.size
                 self._exchange.deal(0, local, counts, max(lengths), Copies({root: flat}), [root])
 
     def all_to_all(self, out: Tensors, inputs: Tensors, *, async_op: bool = False) -> Work | None:
         """Send each rank its part of `inputs`, and gather in `out` the parts of all ranks for this one.
 
-        Args:
-            out, inputs: each a list with a tensor for each rank, of any lengths; or one tensor of equal parts.
+        Each is a list with a tensor for each rank, of any lengths; or one tensor of equal parts.
         """
         return self._start(async_op, out, lambda: self._all_to_all(out, inputs), "all_to_all", "", out, inputs)
 
     def _all_to_all(self, out: Tensors, inputs: Tensors) -> None:
-        """Exchange directly if all parts of all ranks have equal lengths; otherwise exchange the lengths first."""
+        """Exchange the parts if all ranks' parts have equal lengths; otherwise exchange the lengths first."""
         with (
             for_each_rank(self.comm, out, "out", joint=True) as (outs, whole),
             for_each_rank(self.comm, inputs, "inputs", write=False, joint=True) as (local, whole_input),
@@ -314,7 +304,7 @@ class Collectives:
             fingerprint = fingerprint_of("all_to_all", dtype, longest)
             call = self._prepare("all_to_all", fingerprint, dtype, longest)
             if len(lengths) > 1:
-                self._exchange.agree(0)
+                self._exchange.agree(0)  # ranks with equal parts see another fingerprint, and exchange lengths, too
                 equal = False
             elif call and whole is not None and whole_input is not None:
                 equal = call(whole, whole_input)
@@ -369,7 +359,7 @@ class Collectives:
         return self._algorithms[name]
 
     def _start(self, async_op: bool, out: Any, call: Callable[[], None], *key: Any) -> Work | None:
-        """Run a call in order; `key`: the arguments of `_run_prepared` if the call can be prepared."""
+        """Run `call` after earlier ones; with `key`, the arguments of `_run_prepared`, try a prepared call first."""
 
         def make() -> None:
             if not key or not self._run_prepared(*key):
@@ -398,7 +388,7 @@ class Collectives:
         self._is_set_up = True
 
     def _run_prepared(self, call: str, detail: str | int, *tensors: Any) -> bool:
-        """Run a call by what was prepared for an earlier one with the same shapes; return False if there was none."""
+        """Run the call that was prepared for these shapes, if any; return whether there was one."""
         try:
             address: tuple[Any, ...] = (call, detail)
             for tensor in tensors:
@@ -459,11 +449,11 @@ class Collectives:
         self, call: str, detail: str | int, prepared: PreparedCall, tensors: Sequence[Any],
         otherwise: Callable[..., None] | None = None,
     ) -> None:  # fmt: skip
-        """Keep a prepared call for later calls with these shapes; `otherwise` is called if the ranks' calls differ."""
+        """Keep a prepared call for `_run_prepared`; `otherwise` gets the tensors if the ranks' calls differ."""
         n_tensors = 1 + (call not in ("all_reduce", "broadcast"))
         if len(tensors) == n_tensors and all(isinstance(tensor, Tensor) for tensor in tensors):
-            kept = prepared, otherwise or partial(refuse, self.comm, call, detail)
-            remember(self._by_shape, _shape_of(call, detail, tensors), kept)
+            value = prepared, otherwise or partial(refuse, self.comm, call, detail)
+            remember(self._by_shape, _shape_of(call, detail, tensors), value)
 
 
 def _shape_of(call: str, detail: str | int, tensors: Sequence[Tensor]) -> tuple[Any, ...]:

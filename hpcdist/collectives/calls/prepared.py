@@ -31,7 +31,8 @@ V = TypeVar("V")
 Data = Any  # an array or a tensor: the code is the same for both
 Step = Callable[[], object]
 Exchanged = tuple[GatheredRows, Step]  # rows to publish in a `synchronize`, and the step that follows it
-Bind = Callable[..., tuple[Step, Sequence[Exchanged]]]  # gets the call's number and its data; returns its steps
+# (number of the call, its data) -> the step that writes to the slots, and what follows it
+Bind = Callable[..., tuple[Step, Sequence[Exchanged]]]
 View = Callable[[Tensor], Data]
 Combine = Callable[[Sequence[Data], Data], Step]  # returns the step that combines the ranks' data
 
@@ -52,10 +53,7 @@ class PreparedCall(abc.ABC):
         """Collective. Run the call; return False, with nothing changed, if the ranks' calls differ."""
 
     def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
-        """Return a faster function for the call on the memory of these tensors; None if there is none.
-
-        It holds no references to the tensors: the caller must have tensors at the same addresses.
-        """
+        """Return a faster function for the call on these tensors' memory, which it does not keep alive; or None."""
         return None
 
 
@@ -84,8 +82,8 @@ class SlotCall(PreparedCall):
     Args:
         fingerprint: identifies the call; see `Slots.synchronize`.
         views: for each argument, the function that views a tensor's data.
-        segments: slices of the data's last axis, each with the function that returns its steps.
-        fetched: number of bytes to count.
+        segments: slices of the data's last axis, each with its `Bind`.
+        fetched: bytes that a call adds to the traffic.
     """
 
     def __init__(
@@ -94,21 +92,21 @@ class SlotCall(PreparedCall):
     ):  # fmt: skip
         self._slots, self._traffic, self._fingerprint = slots, comm.trace.traffic, fingerprint
         self._views, self._segments, self._fetched = views, segments, fetched
-        self._seen: dict[tuple[int, ...], bool] = {}  # addresses
+        self._seen: dict[tuple[int, ...], bool] = {}  # by the tensors' addresses
 
     def __call__(self, *tensors: Tensor) -> bool:
         start, before_s, slots = clock(), self._traffic.communicating_s, self._slots
         data = [view(tensor) for view, tensor in zip(self._views, tensors)]
         for cut, bind in self._segments:
             chunks = data if len(self._segments) == 1 else [array[..., cut] for array in data]
-            first, others = bind(slots.calls, *chunks)
-            first()
-            for gathered, step in others:
+            write, exchanges = bind(slots.calls, *chunks)
+            write()
+            for gathered, step in exchanges:
                 if not slots.synchronize(self._fingerprint, gathered):
                     return False
                 step()
         self._traffic.bytes_fetched += self._fetched
-        self._traffic.communicating_s = before_s + clock() - start
+        self._traffic.communicating_s = before_s + clock() - start  # set: messages across nodes added to it, too
         return True
 
     def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
@@ -153,11 +151,7 @@ class PreparedCalls:
         self.slots, self.comm, self.rank, self.size = slots, comm, slots.rank, slots.size
 
     def all_reduce(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
-        """Prepare the all-reduce of a tensor.
-
-        Bytes are counted as those of a ring, 2n(p-1)/p, as for MPI's own all-reduce: so the traffic of a run does not
-        depend on which one is chosen.
-        """
+        """Prepare the all-reduce of a tensor; its traffic counts as a ring's, 2n(p-1)/p bytes, like MPI's own."""
         combine, arrays, view = _combining(operation, dtype)
 
         def whole(buffer: Rows, local: Data) -> tuple[Step, Sequence[Exchanged]]:
@@ -175,13 +169,13 @@ class PreparedCalls:
         return self._call(fingerprint, dtype, count, of_length, [view], fetched)
 
     def _sliced(self, dtype: torch.dtype, length: int, combine: Combine, arrays: bool) -> Bind:
-        """Reduce one slice on each rank, then share the slices; every rank reduces the remainder itself."""
+        """Return the `Bind` that reduces a slice on each rank, then shares the slices; all reduce the remainder."""
         rank, size, count = self.rank, self.size, length // self.size
         inputs, totals = self.slots.row_buffers(dtype, length, arrays), self.slots.row_buffers(dtype, count, arrays)
         local_slice, end = slice(rank * count, (rank + 1) * count), size * count
 
         def bind(number: int, local: Data) -> tuple[Step, Sequence[Exchanged]]:
-            rows, total = inputs[number].rows, totals[number + 1]
+            rows, total = inputs[number].rows, totals[number + 1]  # the slots count each `synchronize` as a call
             combined = combine([row[local_slice] for row in rows], total.rows[rank])
             if end < length:
                 combined = _both(combined, combine([row[end:] for row in rows], local[end:]))
@@ -246,7 +240,7 @@ class PreparedCalls:
         self, bind: Callable[..., tuple[Step, Sequence[Exchanged]]], dtype: torch.dtype, parts: int = 1,
         arrays: bool = True,
     ) -> Callable[[int], Bind]:  # fmt: skip
-        """Convert a `bind` that takes a buffer, of rows with `parts` parts, to one that takes the call's number."""
+        """Return a function of a segment's length that converts `bind`, which gets a buffer of it, to a `Bind`."""
 
         def of_length(length: int) -> Bind:
             buffers = self.slots.row_buffers(dtype, parts * length, arrays)
@@ -261,9 +255,9 @@ class PreparedCalls:
         self, fingerprint: int, dtype: torch.dtype, count: int, of_length: Callable[[int], Bind], views: Sequence[View],
         fetched: int, parts: int = 1,
     ) -> SlotCall:  # fmt: skip
-        """Return the call; split `count` elements of each part into segments, of which all parts fit one slot."""
-        step = self.slots.n_bytes // dtype.itemsize // parts
-        cuts = list(slices(count, step))
+        """Create the call, in segments: those of all `parts` parts, of `count` elements each, fit one slot."""
+        longest = self.slots.n_bytes // dtype.itemsize // parts
+        cuts = list(slices(count, longest))
         binds = {length: of_length(length) for length in {cut.stop - cut.start for cut in cuts}}
         segments = [(cut, binds[cut.stop - cut.start]) for cut in cuts]
         return SlotCall(self.slots, self.comm, fingerprint, views, segments, fetched if self.slots.counted else 0)

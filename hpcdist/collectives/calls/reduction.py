@@ -68,9 +68,8 @@ def array_reduction(
 ) -> Callable[[Sequence[np.ndarray], np.ndarray], Callable[[], object]] | None:
     """Return `bind(arrays, out)`, which returns a function that reduces the arrays into `out`; None if NumPy can't.
 
-    For at least two arrays, and bitwise the same as `reduction`. The bound function may be called again whenever the
-    arrays have new contents. For short tensors it takes a third of torch's time. NumPy's overflow warnings are
-    silenced, as torch has none.
+    For at least two arrays; bitwise the same as `reduction`, and for short tensors in a third of the time. The returned
+    function may be called again whenever the arrays have new contents. It silences NumPy's overflow warnings.
     """
     if operation not in _FUNCTIONS or dtype not in _ARRAYS:
         return None
@@ -93,10 +92,11 @@ def array_reduction(
 
 
 def _why_not(operation: str, dtype: torch.dtype) -> str:
-    exact = not dtype.is_floating_point and not dtype.is_complex
-    if operation in _BITWISE and not exact:
+    # Returns the kind of numbers that an operation needs, for a message; empty if it is defined for the dtype.
+    integral = not dtype.is_floating_point and not dtype.is_complex
+    if operation in _BITWISE and not integral:
         return "integers or booleans"
-    if operation == "mean" and exact:
+    if operation == "mean" and integral:
         return "floating-point or complex numbers"
     if operation in _ORDERED and dtype.is_complex:
         return "numbers that have an order"

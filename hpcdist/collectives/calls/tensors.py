@@ -30,7 +30,7 @@ def flattened(comm: Communicator, tensor: Tensor, *, write: bool = True) -> Iter
 def by_dtype(
     comm: Communicator, tensors: Tensors, *, write: bool = True
 ) -> Iterator[list[tuple[list[Tensor], Tensor]]]:
-    """Yield for each dtype the tensors and their concatenation, shape (n,), written back at the end if `write`."""
+    """Yield for each dtype its tensors and their concatenation, shape (n,), written back at the end if `write`."""
     if isinstance(tensors, Tensor):
         with flattened(comm, tensors, write=write) as elements:
             yield [([tensors], elements)]
@@ -38,13 +38,13 @@ def by_dtype(
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
-    with ExitStack() as until:
+    with ExitStack() as stack:
         result = []
         for group in groups.values():
             flat = [
                 tensor.detach().view(-1)  # the same as `flattened`, in a tenth of the time
                 if tensor.is_cpu and is_dense(tensor)
-                else until.enter_context(flattened(comm, tensor, write=write))
+                else stack.enter_context(flattened(comm, tensor, write=write))
                 for tensor in group
             ]
             result.append((group, flat, torch.cat(flat)))
@@ -84,8 +84,8 @@ def for_each_rank(
         raise ConfigError(
             f"{name} must be a tensor for each of {size} ranks, all of one dtype; got {len(parts)}, of {types}."
         )
-    with ExitStack() as until:
-        flat = [until.enter_context(flattened(comm, part, write=write)) for part in parts]
+    with ExitStack() as stack:
+        flat = [stack.enter_context(flattened(comm, part, write=write)) for part in parts]
         lengths = {len(part) for part in flat}
         if not joint or len(lengths) != 1 or 0 in lengths:
             yield flat, None

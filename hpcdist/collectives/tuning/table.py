@@ -67,25 +67,26 @@ class TimingTable(BaseModel):
         The cost of a sequence is the product of each size's slowdown over its fastest algorithm; dynamic programming
         finds the cheapest sequence. An algorithm is never chosen where the library's own was faster.
         """
+        # By the last algorithm, the cheapest sequence so far: the logarithm of its cost, and its algorithms.
         paths: dict[str, tuple[float, list[str]]] = {name: (0.0, []) for name in self.seconds}
         for size in range(len(self.sizes)):
             cost, names = min(paths.values(), key=lambda path: path[0])
             changed = (cost + math.log(SWITCHED) * bool(names), names)
             paths = {
-                name: (before[0] + self._excess(name, size), [*before[1], name])
+                name: (prefix[0] + self._excess(name, size), [*prefix[1], name])
                 for name, path in paths.items()
-                for before in [min(path, changed, key=lambda path: path[0])]
+                for prefix in [min(path, changed, key=lambda path: path[0])]
             }
         return min(paths.values(), key=lambda path: path[0])[1]
 
     def _excess(self, name: str, size: int) -> float:
-        """Return the weighted logarithm of an algorithm's slowdown over the fastest algorithm at a size."""
-        best = min(each_s for row in self.seconds.values() if (each_s := row[size]) is not None)
-        library = self.seconds["native"][size] if "native" in self.seconds else None
+        """Return the weighted logarithm of an algorithm's slowdown over the fastest at `size`, an index of `sizes`."""
+        best_s = min(each_s for row in self.seconds.values() if (each_s := row[size]) is not None)
+        native_s = self.seconds["native"][size] if "native" in self.seconds else None
         taken_s = self.seconds[name][size]
-        if name != "native" and library is not None and (taken_s is None or taken_s > library):
+        if name != "native" and native_s is not None and (taken_s is None or taken_s > native_s):
             return math.inf
-        factor = HOPELESS if taken_s is None else taken_s / best if best > 0 else 1.0
+        factor = HOPELESS if taken_s is None else taken_s / best_s if best_s > 0 else 1.0
         weight = LAST if size == len(self.sizes) - 1 else 1
         return weight * math.log(factor if name == "native" else factor * FOREIGN)
 
@@ -104,11 +105,9 @@ def candidates(comm: Communicator) -> list[str]:
 
 
 def measure_table(
-    comm: Communicator,
-    sizes: Sequence[int] = SIZES,
-    algorithms: Sequence[str] | None = None,
+    comm: Communicator, sizes: Sequence[int] = SIZES, algorithms: Sequence[str] | None = None,
     budget_s: float = BUDGET_S,
-) -> TimingTable:
+) -> TimingTable:  # fmt: skip
     """Collective. Time the algorithms against each other; the same table on all ranks.
 
     Args:
@@ -166,11 +165,11 @@ class _Race:
 
     @property
     def fastest_s(self) -> float:
-        """Return the seconds of the fastest first call; the same on all ranks."""
+        """Return the seconds of the fastest call of the warm-up; the same on all ranks."""
         return min(self._once_s.values())
 
     def run(self, budget_s: float, limit: float) -> None:
-        """Time the algorithms a few more times, and drop those slower than `limit` times the fastest."""
+        """Time the algorithms for about `budget_s`, and drop those that take over `limit` times the fastest's time."""
         if len(self._racing) > 1:
             once_s = {name: self._once_s[name] for name in self._racing}
             calls = calls_within(CALLS_S, once_s, MAX_CALLS)
@@ -185,13 +184,13 @@ class _Race:
         self._racing = {name: self._racing[name] for name in near}
 
     def timings_s(self) -> dict[str, float]:
-        """Return the lower quartile of each algorithm's timings."""
+        """Return the lower quartile of each algorithm's timings; before any, the seconds of the untimed calls."""
         timings_s = {name: lower_quartile(times) for name, times in self._taken_s.items()}
         return timings_s or {name: self._once_s[name] for name in self._racing}
 
 
 def _near(seconds: Mapping[str, float], factor: float) -> list[str]:
-    """Return the names that take at most `factor` times the minimum, and always `native`, the reference."""
+    """Return the algorithms that take at most `factor` times the minimum, and always `native`, the reference."""
     limit_s = factor * min(seconds.values())
     return [name for name, each_s in seconds.items() if name == "native" or each_s <= limit_s]
 
@@ -213,10 +212,8 @@ def _predicted_s(
 def predicted_ranges(comm: Communicator, latency_s: float, byte_s: float) -> list[tuple[float, str]]:
     """Return the ranges, as `TimingTable.ranges`, of the cheapest algorithm by the cost formulas.
 
-    The formulas have no noise, so the library's own all-reduce is preferred only among equals.
-
-    Args:
-        latency_s, byte_s: latency, and seconds per byte, of the links between the ranks.
+    The formulas have no noise, so the library's own all-reduce is preferred only among equals. `latency_s` and `byte_s`
+    are those of the links between the ranks: the latency, and the seconds per byte.
     """
     names = sorted(candidates(comm), key=lambda name: name != "native")
     return list(_predicted(tuple(names), comm.size, latency_s, byte_s, min(Counter(comm.nodes).values())))
@@ -226,8 +223,8 @@ def predicted_ranges(comm: Communicator, latency_s: float, byte_s: float) -> lis
 def _predicted(
     names: tuple[str, ...], size: int, latency_s: float, byte_s: float, ranks_per_node: int
 ) -> list[tuple[float, str]]:
-    """List the ranges once for all virtual ranks, which ask for the same."""
-    sizes = [2 ** (quarter / 4) for quarter in range(4 * 6, 4 * 30)]
+    """Return the ranges of `predicted_ranges`; cached, as all virtual ranks ask for the same."""
+    sizes = [2 ** (quarter / 4) for quarter in range(4 * 6, 4 * 30)]  # bytes, 64 B to 1 GiB
     costs_s = [_predicted_s(names, n_bytes, size, latency_s, byte_s, ranks_per_node) for n_bytes in sizes]
     return _joined(sizes, [min(each_s, key=each_s.__getitem__) for each_s in costs_s])
 

@@ -37,8 +37,7 @@ def interleaved(
 def in_random_order(names: Iterable[str], rounds: int) -> Iterator[str]:
     """Yield all names once per round, in a random order that is the same on all ranks.
 
-    So a disturbance of the machine affects all names equally, and none always runs after the same other one, which
-    determines the contents of the caches.
+    So a disturbance of the machine affects all equally, and none always finds the caches that the same other one left.
     """
     known, shuffled = list(names), random.Random(0)
     for _ in range(rounds):
@@ -47,11 +46,11 @@ def in_random_order(names: Iterable[str], rounds: int) -> Iterator[str]:
 
 def slowest(comm: Communicator, seconds: list[float]) -> list[float]:
     """Collective. Return the elementwise maximum over all ranks; the same on all ranks."""
-    return [max(of_ranks) for of_ranks in zip(*comm.gather(seconds), strict=True)]
+    return [max(by_rank) for by_rank in zip(*comm.gather(seconds), strict=True)]
 
 
 def calls_within(seconds: float, once_s: Mapping[str, float], max_calls: int) -> dict[str, int]:
-    """Return how many calls of each function take about `seconds`, 1 to `max_calls`, if one takes `once_s`."""
+    """Return how many calls of each function take about `seconds`, 1 to `max_calls`; `once_s`: time of one call."""
     return {name: clamp(seconds / (each_s or seconds), 1, max_calls) for name, each_s in once_s.items()}
 
 

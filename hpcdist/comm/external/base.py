@@ -53,8 +53,8 @@ class OtherLibrary(abc.ABC):
         comm, name, hops = self.comm, name or f"{tensor.numel()} {tensor.dtype}", 2 * (self.comm.size - 1)
         if tensor.numel() == 0:
             return Work(tensor) if async_op else None
-        narrow = tensor.dtype is torch.float16
-        if narrow and divisor != 1:
+        divides_first = tensor.dtype is torch.float16
+        if divides_first and divisor != 1:
             tensor.div_(divisor)
         sent = self._sent(tensor)
         try:
@@ -78,7 +78,7 @@ class OtherLibrary(abc.ABC):
                 raise self._failure(error) from error
             if sent is not tensor:
                 tensor.copy_(sent)
-            if not narrow and divisor != 1:
+            if not divides_first and divisor != 1:
                 tensor.div_(divisor)
 
         work = Work(tensor, lambda: self._poll(handle), block, finish)

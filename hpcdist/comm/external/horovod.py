@@ -37,6 +37,7 @@ def obstacle() -> str:
         return f"Horovod is not installed in this environment, or without its part for torch. {BUILD}"
     required = sorted({name.decode() for name in re.findall(rb"libmpi\w*\.so[.\d]*", extension.read_bytes())})
     used = loaded_here()
+    # A library is required as libmpi.so.40, and loaded from a file such as libmpi.so.40.30.6.
     if used and not any(f"{path.name}.".startswith(f"{name}.") for path in used for name in required):
         return f"Horovod was built for {' or '.join(required)}, and mpi4py uses {used[0]}. {BUILD}"
     return ""
@@ -189,12 +190,12 @@ def release() -> None:
 @contextmanager
 def _variables(values: Mapping[str, str]) -> Iterator[None]:
     """Context with these environment variables: Horovod reads its settings only from there."""
-    before = {name: os.environ.get(name) for name in values}
+    saved = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in saved.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -126,9 +126,9 @@ def rendezvous(comm: Communicator, interface: str = "") -> Rendezvous:
         UnknownNameError: a host has no such interface or network.
     """
     stacks = comm.gather(stack_id())
-    near = [stack == stacks[0] for stack in stacks]
-    at, host, address = [LOOPBACK] * 3 if all(near) else _probe_addresses(comm, interface, near)
-    listener = listen(at) if comm.rank == 0 else None
+    shares_stack = [stack == stacks[0] for stack in stacks]
+    listen_at, host, address = [LOOPBACK] * 3 if all(shares_stack) else _probe_addresses(comm, interface, shares_stack)
+    listener = listen(listen_at) if comm.rank == 0 else None
     port = comm.gather(listener.getsockname()[1] if listener else 0)[0]
     store = TCPStore(
         host, port, is_master=listener is not None, wait_for_workers=False, timeout=timedelta(seconds=STORE_S),

@@ -79,7 +79,6 @@ class AttachedMemory(Memory):
 
     Args:
         comm: the MpiCommunicator.
-        tensor: this rank's tensor.
         addresses: addresses of all ranks' tensors, each in its rank's process.
         mapped: views of all ranks' tensors in this process; empty if they are not mapped.
     """
@@ -119,20 +118,20 @@ class AttachedMemory(Memory):
 def find_nodes(mpi: MPI.Intracomm) -> tuple[int, ...]:
     """Collective. Return each rank's node index: ranks that can share memory are on the same node."""
     node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
-    first = np.array([mpi.Get_rank()], np.int64)
-    node.Allreduce(MPI.IN_PLACE, first, MPI.MIN)
+    lowest = np.array([mpi.Get_rank()], np.int64)
+    node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
     node.Free()
-    firsts = np.empty(mpi.Get_size(), np.int64)
-    mpi.Allgather(first, firsts)
-    return number_nodes(firsts.tolist())
+    lowest_of = np.empty(mpi.Get_size(), np.int64)
+    mpi.Allgather(lowest, lowest_of)
+    return number_nodes(lowest_of.tolist())
 
 
 def try_attach(comm: Any) -> bool:
     """Collective. Return whether each rank can read the memory of all other ranks of its node; tested by a secret."""
-    secret = np.frombuffer(secrets.token_bytes(16), np.uint8).copy()
-    secrets_of = comm.gather(secret.ctypes.data.to_bytes(8, "little") + secret.tobytes())
+    secret = np.frombuffer(secrets.token_bytes(16), np.uint8).copy()  # at its address in no other process
+    addresses_and_secrets = comm.gather(secret.ctypes.data.to_bytes(8, "little") + secret.tobytes())
     works = True
-    for peer, (pid, data) in enumerate(zip(comm.pids, secrets_of, strict=True)):
+    for peer, (pid, data) in enumerate(zip(comm.pids, addresses_and_secrets, strict=True)):
         if comm.nodes[peer] == comm.nodes[comm.rank] and peer != comm.rank:
             works = works and _reads(pid, int.from_bytes(data[:8], "little"), data[8:])
     return all(reply == b"y" for reply in comm.gather(b"y" if works else b"n"))

@@ -155,7 +155,6 @@ class Calls:
         """Block until `ready()` is true; count the time as waiting.
 
         Args:
-            ready: the condition.
             call: name of the waiting call, for messages of other ranks.
             what: description of the awaited event.
             peer: the rank that causes it, ALL_RANKS or ANY_RANK.
@@ -176,26 +175,27 @@ class Calls:
                 self.current = outer
 
     def waits(self, patience_s: float) -> Wait | None:
-        """Return the call that blocks this rank for at least `patience_s`, if it waits for certain ranks, else None.
+        """Return the call that blocks this rank for at least `patience_s`; None if it is unknown whom it waits for.
 
         Any thread may call this.
         """
         count, call = self.count, self.current  # in this order: a call that starts in between has a higher number
         if call is None or call.what == EXIT or (call.by and call.peer == ALL_RANKS):
             return None  # in a call of only some ranks the call counts don't show who is late
-        everyone = self.inside > 0 or call.peer == ALL_RANKS or call.what == BROADCAST
-        by = () if everyone else call.by or ((call.peer,) if call.peer >= 0 and call.what in RECEIVES else ())
-        if not everyone and not by:
+        needs_all = self.inside > 0 or call.peer == ALL_RANKS or call.what == BROADCAST
+        by = () if needs_all else call.by or ((call.peer,) if call.peer >= 0 and call.what in RECEIVES else ())
+        if not needs_all and not by:
             return None  # a send may be in flight to memory that the other rank has already provided
         waited_s = clock() - call.since
-        if waited_s < (patience_s if everyone or call.by else max(patience_s, MESSAGE_S)):
+        if waited_s < (patience_s if needs_all or call.by else max(patience_s, MESSAGE_S)):
             return None
-        if call.by and not everyone:
+        if call.by and not needs_all:
             with self._memory:  # the memory exists as long as this rank waits
                 if self.current is not call or call.ready():
                     return None
+        # Messages of a collective call differ by rank, and need a common name to show that the ranks are in one call.
         what = "all-reduce" if self.inside and call.peer != ALL_RANKS else call.what
-        ranks = None if everyone else tuple(self.world_ranks[rank] for rank in by)
+        ranks = None if needs_all else tuple(self.world_ranks[rank] for rank in by)
         whom = self.peer_name(call.peer) if ranks is None else " or ".join(f"rank {rank}" for rank in ranks[:MAX_NAMED])
         whom += f" or {len(by) - MAX_NAMED} more" * (len(by) > MAX_NAMED)
         return Wait(self.name, what, count, ranks, f"for {whom} {self.describe(call)}", call.since, waited_s)
@@ -311,7 +311,7 @@ class FaultTolerance(Failures):
             return action()
         self.shrink()
         while True:
-            before, error = self.alive, None
+            alive_before, error = self.alive, None
             try:
                 result = action()
             except Exception as failure:  # any type: incomplete data may have caused it
@@ -320,7 +320,7 @@ class FaultTolerance(Failures):
                     if isinstance(failures, FaultTolerance):
                         failures.surviving.Revoke()
             done = self._agree(error is None)
-            if self.alive == before:
+            if self.alive == alive_before:
                 break
         if not done:
             raise error or CommunicationError(
@@ -332,8 +332,8 @@ class FaultTolerance(Failures):
     def end_alone(self, status: int) -> None:
         """End only this process if another rank has died: the surviving ranks continue.
 
-        Otherwise give lower ranks time to end the job, and MPI time to detect a death: Open MPI's mpirun hangs, or
-        returns the exit status 0, if several ranks abort a job, or if a rank aborts after another has died.
+        Return if none has died. Lower ranks then had time to end the job, and MPI to detect a death: Open MPI's mpirun
+        hangs, or returns the exit status 0, if several ranks abort a job, or if a rank aborts after another has died.
         """
         with suppress(DeadlineError):
             wait_until(lambda: bool(self.failed()), GIVE_WAY_S * min(self.calls.rank, 3), str)
@@ -349,18 +349,18 @@ class FaultTolerance(Failures):
             while True:
                 dead = self.failed()
                 self.all.Ack_failed(len(dead))
-                whole = not set(dead) & set(self.alive) and not self.surviving.Is_revoked()
+                intact = not set(dead) & set(self.alive) and not self.surviving.Is_revoked()
                 try:
-                    agreed = self.all.Agree(done | whole << 1)  # bitwise and over all ranks
+                    agreed = self.all.Agree(done | intact << 1)  # two flags; bitwise and over all ranks
                     break
                 except MPI.Exception as error:  # another rank has detected a further death
                     if error.Get_error_class() != MPI.ERR_PROC_FAILED:
                         raise calls.failure("shrink", ALL_RANKS, error) from error
             if not agreed & 2:
-                before, self.surviving = self.alive, cast(MPI.Intracomm, self.all.Shrink())
+                alive_before, self.surviving = self.alive, cast(MPI.Intracomm, self.all.Shrink())
                 barrier(self.all)  # Open MPI 5.0 crashes if a communicator is revoked while another rank creates it
                 group = self.surviving.Get_group()
                 self.alive = tuple(MPI.Group.Translate_ranks(group, None, self.all.Get_group()))
-                self.lost += tuple(rank for rank in before if rank not in self.alive)
+                self.lost += tuple(rank for rank in alive_before if rank not in self.alive)
                 calls.count = (calls.count // GENERATION + 1) * GENERATION  # ranks may have failed in different calls
         return bool(agreed & 1)

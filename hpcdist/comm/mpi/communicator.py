@@ -59,8 +59,6 @@ class MpiCommunicator(Communicator):
     """Collective. A communicator over one MPI communicator, which it owns and frees.
 
     Args:
-        mpi: an intracommunicator.
-        process: the state of this process.
         deadline_s: seconds after which a blocking call ends the run with a message.
         nodes: node index of each rank; by default ranks that can share memory are on one node.
         device_aware: the MPI library reads and writes device memory itself; off unless the user asks for it.
@@ -161,9 +159,9 @@ class MpiCommunicator(Communicator):
         MPI has no 16-bit floats: these are summed in float32 and rounded once. Integers wrap around. Bytes are counted
         as those of a ring, 2n(p-1)/p, the minimum of all algorithms for large n; MPI does not report what it sent.
         """
-        kind = SUMMED.get(tensor.dtype)
-        other = kind is None or not tensor.is_cpu or tensor.ndim != 1 or not tensor.is_contiguous()
-        if other or tensor.nbytes > self.staging.longest:
+        mpi_type = SUMMED.get(tensor.dtype)
+        unsuitable = mpi_type is None or not tensor.is_cpu or tensor.ndim != 1 or not tensor.is_contiguous()
+        if unsuitable or tensor.nbytes > self.staging.longest:
             return self._allreduce_converted(tensor)
         # The same as `communicate`, inlined and with one reused Call: MPI sums a short tensor in 3 µs, of which each
         # function call here costs 2 % and each new object 10 %.
@@ -174,7 +172,7 @@ class MpiCommunicator(Communicator):
         calls.current = call
         calls.count += 1
         try:
-            self.failures.surviving.Allreduce(_IN_PLACE, (memory_at(tensor.data_ptr(), n_bytes), kind))
+            self.failures.surviving.Allreduce(_IN_PLACE, (memory_at(tensor.data_ptr(), n_bytes), mpi_type))
         except MPI.Exception as error:
             raise calls.failure("allreduce", ALL_RANKS, error) from error
         finally:
@@ -220,12 +218,12 @@ class MpiCommunicator(Communicator):
         self.calls.count += 1
         self.calls.communicate("gather", ALL_RANKS, surviving.Allgather, np.array([len(data)], np.int64), lengths)
         unit = 1 + int(lengths.sum()) // self.staging.longest  # bytes per element, so that MPI's counts fit 32 bits
-        counts = -(-lengths // unit)
-        starts = (counts.cumsum() - counts) * unit
+        counts = -(-lengths // unit)  # elements of each rank
+        starts = (counts.cumsum() - counts) * unit  # in bytes
         gathered, padded = bytearray(int(counts.sum()) * unit), data + bytes(-len(data) % unit)
-        kind = MPI.BYTE if unit == 1 else MPI.BYTE.Create_contiguous(unit).Commit()
-        into = [gathered, counts, starts // unit, kind]
-        self.calls.communicate("gather", ALL_RANKS, surviving.Allgatherv, [padded, len(padded) // unit, kind], into)
+        mpi_type = MPI.BYTE if unit == 1 else MPI.BYTE.Create_contiguous(unit).Commit()
+        into = [gathered, counts, starts // unit, mpi_type]
+        self.calls.communicate("gather", ALL_RANKS, surviving.Allgatherv, [padded, len(padded) // unit, mpi_type], into)
         others = len(alive) - 1
         self.traffic.sent(len(data) * others, others)
         data_of: list[bytes | None] = [None] * self.size
@@ -253,7 +251,6 @@ class MpiCommunicator(Communicator):
         """Collective among these ranks only. Create a communicator of them, in this order.
 
         Args:
-            ranks: ranks of this communicator.
             name: name in messages; unique among the communicators of these ranks.
             deadline_s: time limit of the call; by default this communicator's.
         """
@@ -276,7 +273,6 @@ class MpiCommunicator(Communicator):
         """Collective. Copy this communicator as if its ranks were on other nodes: for tests and measurements.
 
         Args:
-            internode: transport of windows, as for the class.
             nodes: node index of each rank; by default each rank is on a separate node.
         """
         nodes = tuple(range(self.size)) if nodes is None else nodes
@@ -294,15 +290,10 @@ class MpiCommunicator(Communicator):
     ) -> MpiCommunicator:
         """Create a communicator over `mpi` with this one's settings."""
         return MpiCommunicator(
-            mpi,
-            self.process,
-            deadline_s=self.failures.deadline_s,
-            nodes=nodes,
-            device_aware=self.staging.device_aware,
-            internode=internode,
-            name=f"{self.name}/{name}{f'.{self._n_derived}' * (self._n_derived > 1)}",  # unique
+            mpi, self.process, deadline_s=self.failures.deadline_s, nodes=nodes, device_aware=self.staging.device_aware,
+            internode=internode, name=f"{self.name}/{name}{f'.{self._n_derived}' * (self._n_derived > 1)}",  # unique
             traffic=traffic,
-        )
+        )  # fmt: skip
 
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         return MpiNeighbourhood(self, sources, destinations)
@@ -322,8 +313,7 @@ class MpiCommunicator(Communicator):
     def watch(self, role: Callable[[], str] = str) -> None:
         """Collective. Start the watchdog: it ends the job if a call of this thread takes longer than its deadline.
 
-        Args:
-            role: returns a description of this rank's role for messages; may be empty.
+        `role` is as for `Watchdog`.
         """
         self.process.watch(self.mpi.Dup(), {rank: self.pids[rank] for rank in self.memory.local_ranks}, role)
 

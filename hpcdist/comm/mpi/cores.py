@@ -27,10 +27,10 @@ def find_share(rank: int, ranks: int) -> tuple[set[int], int]:
         return set(), 0
     mask, threads = os.sched_getaffinity(0), torch.get_num_threads()
     cores = whole_cores(mask)
-    each = len(cores) // ranks
-    share = {processor for core in cores[rank * each : (rank + 1) * each] for processor in core}
+    cores_per_rank = len(cores) // ranks
+    share = {processor for core in cores[rank * cores_per_rank : (rank + 1) * cores_per_rank] for processor in core}
     if threads in (len(cores), len(mask)):  # torch's default, counted for the whole machine at import
-        threads = each
+        threads = cores_per_rank
     is_whole = len(mask) == os.sysconf("SC_NPROCESSORS_ONLN")
     return (share, threads) if is_whole and threads <= len(share) else (set(), 0)
 

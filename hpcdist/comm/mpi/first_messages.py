@@ -27,23 +27,26 @@ class FirstMessages:
         self.answer_s, self.reach_s = ANSWER_S, REACH_S
 
     def exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
-        """Collective. Exchange texts among `members` through rank 0; return the texts by rank."""
+        """Collective. Exchange texts among `members` through rank 0; return those that arrive in time, by rank.
+
+        Rank 0 waits for `limit_s`. A rank to which rank 0 does not reply returns only its own text.
+        """
         world, until, status = MPI.COMM_WORLD, time.monotonic() + limit_s, MPI.Status()
         texts = {self.rank: text}
         if self.rank > 0:
             _send(text, 0, TO_FIRST)
             while not world.Iprobe(0, FROM_FIRST, status):
-                if time.monotonic() > until + limit_s:
+                if time.monotonic() > until + limit_s:  # rank 0 may start later, and then waits, too
                     return texts
                 time.sleep(PAUSE_S)
-            return {int(rank): reply for rank, reply in json.loads(_receive(status)).items()}
+            return {int(rank): received for rank, received in json.loads(_receive(status)).items()}
         while len(texts) < len(members) and time.monotonic() < until:
             if not world.Iprobe(MPI.ANY_SOURCE, TO_FIRST, status):
                 time.sleep(PAUSE_S)
                 continue
-            reply = _receive(status)
+            received = _receive(status)
             if status.Get_source() in members:
-                texts[status.Get_source()] = reply
+                texts[status.Get_source()] = received
         MPI.Request.Waitall([_send(json.dumps(texts), rank, FROM_FIRST) for rank in texts if rank > 0])
         return texts
 

@@ -23,27 +23,18 @@ CARRIERS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 1
 
 # The types that MPI can add. It has none for float16 and bfloat16, which are summed in float32.
 NUMBERS = {
-    torch.float32: MPI.FLOAT,
-    torch.float64: MPI.DOUBLE,
-    torch.int8: MPI.INT8_T,
-    torch.uint8: MPI.UINT8_T,
-    torch.int16: MPI.INT16_T,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.uint16: MPI.UINT16_T,
-    torch.uint32: MPI.UINT32_T,
-    torch.uint64: MPI.UINT64_T,
-    torch.complex64: MPI.C_FLOAT_COMPLEX,
-    torch.complex128: MPI.C_DOUBLE_COMPLEX,
-}
+    torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T, torch.uint8: MPI.UINT8_T, torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T,
+    torch.uint16: MPI.UINT16_T, torch.uint32: MPI.UINT32_T, torch.uint64: MPI.UINT64_T,
+    torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}  # fmt: skip
 
 # Types that MPI sums consistently. For shorter integers Open MPI's vector code saturates and its scalar code wraps
 # around, both within one tensor. hpcdist sums these in int32 and wraps around when converting back.
 SUMMED = {dtype: kind for dtype, kind in NUMBERS.items() if dtype.itemsize > 2}
 
 memory_at = MPI.memory.fromaddress
-
-
 LONGEST = 2**30  # largest count (elements or bytes): MPI's counts have 32 bits
 
 
@@ -63,12 +54,11 @@ def message(tensor: Tensor, count: int | None = None, longest: int = LONGEST) ->
 def _long(itemsize: int, count: int, longest: int) -> MPI.Datatype:
     """Create an MPI type of `count` consecutive elements.
 
-    Reference: Jeff R. Hammond, Andreas Schäfer, Rob Latham, "To INT_MAX... and beyond! Exploring large-count support in
-    MPI", 2014.
+    Reference: Jeff R. Hammond et al., "To INT_MAX... and beyond! Exploring large-count support in MPI", 2014.
     """
     carrier, (blocks, rest) = CARRIERS[itemsize], divmod(count, longest)
-    block = carrier.Create_contiguous(longest)
-    return MPI.Datatype.Create_struct([blocks, rest], [0, (count - rest) * itemsize], [block, carrier]).Commit()
+    block_type = carrier.Create_contiguous(longest)
+    return MPI.Datatype.Create_struct([blocks, rest], [0, (count - rest) * itemsize], [block_type, carrier]).Commit()
 
 
 def numbers(tensor: Tensor) -> list:
@@ -105,7 +95,7 @@ class Staging:
 
     @contextmanager
     def host(self, tensor: Tensor, *, read: bool = True, write: bool = True) -> Iterator[Tensor]:
-        """Yield the tensor on the host: copied there first (`read`) and copied back at the end (`write`)."""
+        """Yield the tensor if MPI may use it, else a copy on the host: filled first (`read`), copied back (`write`)."""
         if self.direct(tensor):
             yield tensor
             return
@@ -121,8 +111,6 @@ class MpiRequest(Request):
     """An MPI request, which keeps its buffers alive.
 
     Args:
-        calls: makes the MPI calls.
-        request: MPI's request.
         what: name of the call, for messages.
         peer: the other rank, or ALL_RANKS or ANY_RANK.
         host: the buffer.
@@ -160,12 +148,9 @@ class MpiRequest(Request):
 
 
 class MpiLibraryCalls:
-    """MPI's all-gather and all-to-all. Bytes are counted as the minimum that a rank must send.
+    """MPI's all-gather and all-to-all on MpiCommunicator `comm`. Bytes are counted as the minimum that ranks must send.
 
     Tensors are flat, contiguous, of the same length and element width on all ranks, and do not overlap.
-
-    Args:
-        comm: the MpiCommunicator.
     """
 
     def __init__(self, comm: Any):
@@ -179,14 +164,14 @@ class MpiLibraryCalls:
     def all_to_all(self, out: Tensor, inputs: Tensor) -> None:
         """Collective. Send each rank its n elements of `inputs`, and gather in `out` all ranks' elements for this one.
 
-        Args:
-            out: overwritten; both have the shape (ranks * n,).
+        Both tensors have the shape (ranks * n,).
         """
         count = inputs.numel() // self._comm.size
         self._call("all-to-all", self._comm.mpi.Alltoall, inputs, out, count)
         self._comm.traffic.sent(self._others * count * inputs.itemsize, self._others)
 
     def _call(self, what: str, function: Callable, send: Tensor, out: Tensor, count: int) -> None:
+        # Collective. Call MPI's `function`, by way of the host if necessary; `count` elements go to each rank.
         comm = self._comm
         comm.calls.count += 1
         if send.is_cpu and out.is_cpu:
@@ -205,27 +190,27 @@ class MpiNeighbourhood(Neighbourhood):
 
     MPI knows the graph before the first message; ranks are not renumbered (`reorder` is off).
 
-    Reference: Torsten Hoefler, Rolf Rabenseifner, Hubert Ritzdorf, Bronis R. de Supinski, Rajeev Thakur, Jesper Larsson
-    Träff, "The scalable process topology interface of MPI 2.2", 2011.
+    Reference: Torsten Hoefler et al., "The scalable process topology interface of MPI 2.2", 2011.
     """
 
     def __init__(self, comm: Any, sources: Sequence[int], destinations: Sequence[int]):
         check_graph(comm, sources, destinations)
         self._sources, self._n_sent, self._comm = tuple(sources), len(destinations), comm
+        # The graph's communicator numbers only the surviving ranks.
         origins, targets = ([comm.failures.alive.index(rank) for rank in ranks] for ranks in (sources, destinations))
         self._graph = comm.failures.surviving.Create_dist_graph_adjacent(origins, targets, reorder=False)
 
     def _start(self, send: Tensor, received: Tensor) -> Request:
         comm = self._comm
         sent = send if comm.staging.direct(send) else send.cpu()
-        direct = comm.staging.direct(received)
-        host = received if direct else torch.empty_like(received, device="cpu", pin_memory=True)
+        skips_copy = comm.staging.direct(received)
+        host = received if skips_copy else torch.empty_like(received, device="cpu", pin_memory=True)
         comm.calls.count += 1
         into = comm.staging.message(host, send.numel() if self._sources else 0)
         outgoing = comm.staging.message(sent)
         request = comm.calls.attempt(EXCHANGE, ALL_RANKS, self._graph.Ineighbor_allgather, outgoing, into)
         comm.traffic.sent(self._n_sent * send.nbytes, self._n_sent)
-        return MpiRequest(comm.calls, request, EXCHANGE, ALL_RANKS, host, None if direct else received, sent)
+        return MpiRequest(comm.calls, request, EXCHANGE, ALL_RANKS, host, None if skips_copy else received, sent)
 
     def close(self) -> None:
         # Freeing is collective; if the job tolerates deaths, a rank may be dead, and the job's end frees the graph.

@@ -42,7 +42,6 @@ class NodeMemory(abc.ABC):
         parts: each rank's memory.
         locks: each rank's lock, held during a change of the rank's memory. It excludes threads of this process, and
             for `LockedMemory` also other ranks.
-        dtype: of the elements.
     """
 
     def __init__(self, parts: Sequence[Any], locks: Sequence[AbstractContextManager[Any]], dtype: torch.dtype):
@@ -88,7 +87,6 @@ class MemfdMemory(NodeMemory):
     Args:
         comm: the MpiCommunicator; the memory of the ranks of this node is mapped.
         n_bytes: size of this rank's memory.
-        dtype: of the elements.
     """
 
     def __init__(self, comm: Any, n_bytes: int, dtype: torch.dtype):
@@ -102,8 +100,7 @@ class MemfdMemory(NodeMemory):
 
 
 def map_parts(comm: Any, n_bytes: int) -> list[mmap.mmap | memoryview]:
-    """Collective among the surviving ranks. Allocate zeros, and map the memory of all ranks of this node, by local
-    rank.
+    """Collective among the surviving ranks. Allocate zeros; return the memory of this node's ranks, by local rank.
 
     Args:
         comm: the MpiCommunicator.
@@ -136,7 +133,12 @@ def _create_memfd(n_bytes: int) -> int:
 
 
 def _map(comm: Any, rank: int, file_of: Sequence[int], local_file: int) -> mmap.mmap | memoryview:
-    """Map the memory of a rank of this node: the file (descriptor, size) of its process; empty for a dead rank."""
+    """Map the memory of a rank of this node; an empty view for a dead rank.
+
+    Args:
+        file_of: the rank's file: its descriptor in that rank's process, and its size.
+        local_file: descriptor of this rank's file.
+    """
     file, n_bytes = file_of
     if not n_bytes:
         return memoryview(b"")
@@ -162,7 +164,6 @@ class SharedTensor:
     Args:
         comm: the MpiCommunicator.
         count: number of elements, the same on all ranks.
-        dtype: of the elements.
 
     Attributes:
         local: this rank's memory, shape (count,).
@@ -209,13 +210,14 @@ class _SharedLock:
         self._thread_lock = threading.Lock()  # threads of one process wait here, without using a core
 
     def create(self) -> None:
-        kind = ctypes.create_string_buffer(LINE)
-        _libc.pthread_mutexattr_init(kind)
-        _libc.pthread_mutexattr_setpshared(kind, _SHARED)
-        _libc.pthread_mutex_init(self._address, kind)
+        attributes = ctypes.create_string_buffer(LINE)
+        _libc.pthread_mutexattr_init(attributes)
+        _libc.pthread_mutexattr_setpshared(attributes, _SHARED)
+        _libc.pthread_mutex_init(self._address, attributes)
 
     def __enter__(self) -> None:
         self._thread_lock.acquire()
+        # Both calls return 0 if they have acquired the lock.
         if _try_lock(self._address) and _libc.pthread_mutex_timedlock(
             self._address, _after(min(self._deadline_s, _LONGEST_S))
         ):
@@ -267,7 +269,6 @@ class LockedMemory(NodeMemory):
     Args:
         node: MPI's communicator of the ranks of this node.
         n_bytes: size of this rank's memory.
-        dtype: of the elements.
         deadline_s: limit for acquiring a lock, which is held only during an addition.
     """
 
@@ -275,6 +276,7 @@ class LockedMemory(NodeMemory):
         self._win = MPI.Win.Allocate_shared(n_bytes + 4 * LINE, 1, comm=node)
         self._win.Lock_all()
         parts, locks, self._wake_ups = [], [], []
+        # Each rank's part holds a lock, a semaphore and `asleep`, in a cache line each; then the elements.
         for rank, length in enumerate(node.allgather(n_bytes)):
             memory, _ = self._win.Shared_query(rank)
             first = -memory.address % LINE  # the same in all processes, as mappings start at a page

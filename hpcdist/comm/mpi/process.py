@@ -90,10 +90,7 @@ class Process:
     def watch(self, mpi: MPI.Intracomm, pids: Mapping[int, int], role: Callable[[], str]) -> None:
         """Collective. Watch the calling thread: past a deadline the job ends, with a message of where each rank is.
 
-        Args:
-            mpi: a communicator of all ranks for the watchdog's exclusive use.
-            pids: process ids of the ranks of this node.
-            role: returns a description of this rank's role, for messages.
+        The arguments are as for `Watchdog`.
         """
         watchdog = Watchdog(mpi, pids, self.calls_in_use, role, tolerant=self.tolerant)
         if watchdog.start():
@@ -124,7 +121,7 @@ class Process:
             if self.tolerant:
                 barrier(everyone)
             else:
-                wait_until(everyone.Ibarrier().Test, math.inf, str)
+                wait_until(everyone.Ibarrier().Test, math.inf, str)  # a barrier that leaves the core to others
         self.progress.stop()
         for thread in list(self.threads):
             thread.stop()

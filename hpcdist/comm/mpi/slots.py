@@ -42,16 +42,16 @@ class NodeSlots(Slots):
     """
 
     def __init__(self, comm: Any, n_bytes: int, call: str):
-        size, head = comm.size, 8 * LENGTH * comm.size
-        (memory, *_) = map_parts(comm, head + 2 * size * n_bytes if comm.rank == 0 else 0)  # rank 0 allocates all
-        every = torch.frombuffer(memory, dtype=torch.uint8)
-        first, second = every[head:].view(2, size, n_bytes)
+        size, header_bytes = comm.size, 8 * LENGTH * comm.size
+        (memory, *_) = map_parts(comm, header_bytes + 2 * size * n_bytes if comm.rank == 0 else 0)  # rank 0's holds all
+        all_bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        first, second = all_bytes[header_bytes:].view(2, size, n_bytes)
         super().__init__(comm.rank, (first, second))
-        integers = memoryview(memory).cast("B")[:head].cast("q")
-        self._headers = [integers[rank * LENGTH : (rank + 1) * LENGTH] for rank in range(size)]
+        header_fields = memoryview(memory).cast("B")[:header_bytes].cast("q")
+        self._headers = [header_fields[rank * LENGTH : (rank + 1) * LENGTH] for rank in range(size)]
         self._header = self._headers[comm.rank]
         self._others = [(rank, header) for rank, header in enumerate(self._headers) if rank != comm.rank]
-        addresses = (every.data_ptr() + 8 * (rank * LENGTH + SEMAPHORE) for rank in range(size))
+        addresses = (all_bytes.data_ptr() + 8 * (rank * LENGTH + SEMAPHORE) for rank in range(size))
         self._wake_ups = [
             WakeUp(address, header[ASLEEP : ASLEEP + 1]) for address, header in zip(addresses, self._headers)
         ]
@@ -66,7 +66,7 @@ class NodeSlots(Slots):
         header[field] = fingerprint
         if not ORDERED:
             self._order()
-        header[COUNT] = now
+        header[COUNT] = now  # after the row and the fingerprint: from here on other ranks read these
         for rank, other in others:
             if other[ASLEEP]:
                 self._wake_ups[rank].wake()
@@ -74,11 +74,11 @@ class NodeSlots(Slots):
         for _, other in others:
             spins = self._spins
             while other[COUNT] < now:
-                spins -= 1
+                spins -= 1  # below 0 it counts yields
                 if spins < 0:
                     yield_core()
                     if spins < -YIELDS:
-                        self._wait(now)
+                        self._wait(now)  # for all ranks, so this one has arrived, too
                         break
             if other[field] != fingerprint:
                 agree = False

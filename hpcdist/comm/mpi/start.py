@@ -61,25 +61,25 @@ def limited(
     def report_reason() -> None:
         report(_reason(watched, limit_s, task, where, advice))
 
-    late_s = min(1.0 + APART_S * task.rank, LATEST_S) if task.rank else 0.0
-    closed, kept = os.pipe()
+    delay_s = min(1.0 + APART_S * task.rank, LATEST_S) if task.rank else 0.0
+    read_end, write_end = os.pipe()
     watched, launcher = os.getpid(), os.getppid()
     watcher = _fork()
     if watcher == 0:
         try:
-            os.close(kept)
-            if not select.select([closed], [], [], limit_s + late_s)[0]:  # else the context or that process has ended
-                _end(closed, watched, launcher, FLUSH_S + GRACE_S * bool(ends), report_reason)
+            os.close(write_end)
+            if not select.select([read_end], [], [], limit_s + delay_s)[0]:  # else the context or its process has ended
+                _end(read_end, watched, launcher, FLUSH_S + GRACE_S * bool(ends), report_reason)
         finally:
             os._exit(0)
-    os.close(closed)
+    os.close(read_end)
     try:
-        with _ended_by(ENDS), ends(limit_s + late_s + 2 * FLUSH_S) if ends else nullcontext():
+        with _ended_by(ENDS), ends(limit_s + delay_s + 2 * FLUSH_S) if ends else nullcontext():
             by_pmi2 = task.launcher == "srun --mpi=pmi2" and os.environ.get("PMI_FD")
             with _short_values(int(by_pmi2)) if by_pmi2 else nullcontext():
                 yield
     finally:
-        os.close(kept)
+        os.close(write_end)
         os.waitpid(watcher, 0)
 
 
@@ -98,11 +98,11 @@ def _ended_by(number: int) -> Iterator[None]:
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
-    before = libc.signal(number, ctypes.cast(libc._exit, ctypes.c_void_p))
+    previous_handler = libc.signal(number, ctypes.cast(libc._exit, ctypes.c_void_p))
     try:
         yield
     finally:
-        libc.signal(number, before)
+        libc.signal(number, previous_handler)
 
 
 @contextmanager
@@ -111,33 +111,30 @@ def _short_values(connection: int) -> Iterator[None]:
 
     Slurm's PMI-2 reports 1024 bytes, which MPICH 5 uses; but Slurm refuses a line with key and value longer than that,
     and the ranks then wait forever. (The length depends on memory behind the address that a rank publishes.) So a
-    process between MPI and the launcher changes that number.
-
-    Args:
-        connection: descriptor of MPI's connection to the launcher.
+    process between MPI and the launcher changes that number. `connection`: MPI's descriptor of the launcher.
     """
     try:
-        direct = os.dup(connection)
+        to_launcher = os.dup(connection)
     except OSError:  # closed, as in a child process of a rank: MPI will report it
         yield
         return
     mpi_end, relay_end = socket.socketpair()
     with mpi_end, relay_end:
-        between = _fork()
-        if between == 0:
+        relay = _fork()
+        if relay == 0:
             try:
                 mpi_end.close()
                 os.close(connection)
-                _relay(relay_end.fileno(), direct)
+                _relay(relay_end.fileno(), to_launcher)
             finally:
                 os._exit(0)
         os.dup2(mpi_end.fileno(), connection)
     try:
         yield
     finally:
-        os.dup2(direct, connection)  # closes the relay's end, and so ends that process
-        os.close(direct)
-        os.waitpid(between, 0)
+        os.dup2(to_launcher, connection)  # closes the relay's end, and so ends that process
+        os.close(to_launcher)
+        os.waitpid(relay, 0)
 
 
 def _relay(mpi: int, launcher: int) -> None:
@@ -147,7 +144,7 @@ def _relay(mpi: int, launcher: int) -> None:
         for ready in select.select([mpi, launcher], [], [])[0]:
             if not (message := os.read(ready, 1 << 16)):
                 return
-            if message.startswith(b"cmd=maxes"):
+            if message.startswith(b"cmd=maxes"):  # the launcher's reply with its limits
                 message = re.sub(rb"(?<=vallen_max=)\d+", lambda match: b"%d" % min(VALUE, int(match[0])), message)
             while message:
                 message = message[os.write(other[ready], message) :]

@@ -86,6 +86,7 @@ def stuck(states: Mapping[int, RankState], *, tolerant: bool = False) -> dict[in
     """
     ended = {rank for rank, state in states.items() if state.ended}
     never = ended if tolerant else ended | {rank for rank, state in states.items() if state.waits}
+    # Drop from `never` the ranks that wait only for ranks that may still join, until no further rank drops out.
     while True:
         missing = {rank: _missing(rank, states, never) for rank in states if rank not in ended}
         waiting = {rank: ranks for rank, ranks in missing.items() if ranks}
@@ -97,8 +98,7 @@ def stuck(states: Mapping[int, RankState], *, tolerant: bool = False) -> dict[in
 def nearest_to_cause(waiting: Mapping[int, Collection[int]]) -> int:
     """Return the lowest rank that waits for a rank that does not wait itself; else the lowest rank.
 
-    Args:
-        waiting: for each waiting rank the ranks that it waits for, from `stuck`.
+    `waiting` is the result of `stuck`.
     """
     return min(waiting, key=lambda rank: (set(waiting[rank]) <= waiting.keys(), rank))
 
@@ -123,7 +123,7 @@ def _missing(rank: int, states: Mapping[int, RankState], never: Collection[int])
 
 
 def _lacks(wait: Wait, other: RankState) -> bool:
-    """Return whether a collective call waits for `other`, which has not started it."""
+    """Return whether a collective call waits for rank `other`: it has not started it, or is in another call instead."""
     started = other.counts.get(wait.comm)  # None: not a rank of the communicator, or it has closed it
     if started is None:
         return False

@@ -29,12 +29,7 @@ from torch import Tensor
 
 from hpcdist.comm import network
 from hpcdist.comm.mpi.messages import memory_at
-from hpcdist.errors import (
-    CommunicationError,
-    DeadlineError,
-    HpcdistError,
-    RankFailedError,
-)
+from hpcdist.errors import CommunicationError, DeadlineError, HpcdistError, RankFailedError
 
 OPERATIONS = ("get", "put", "accumulate", "fetch_add", "compare_and_swap")
 HEADER, VALUE = struct.Struct("<6q"), struct.Struct("<q")  # operation, window, offset, count, operands; an old value
@@ -75,8 +70,8 @@ class TcpServer:
         self._adding = threading.Lock()  # waiting threads sleep; inside MPI they would spin
         self._token = secrets.token_bytes(network.TOKEN_BYTES)
         self._addresses = network.addresses(interface)
-        everyone = {stack for stack in comm.gather(network.stack_id()) if stack}  # None for dead ranks
-        only = str(self._addresses[0].ip.ip) if interface else network.LOOPBACK if len(everyone) == 1 else ""
+        stacks = {stack for stack in comm.gather(network.stack_id()) if stack}  # None for dead ranks
+        only = str(self._addresses[0].ip.ip) if interface else network.LOOPBACK if len(stacks) == 1 else ""
         self._listener = network.listen(only)
         self._peers = [_Peer(**(address or {})) for address in comm.gather(self._address(only))]
         self._serving: dict[threading.Thread, socket.socket] = {}  # the connection that each thread serves
@@ -88,6 +83,7 @@ class TcpServer:
         comm.process.threads.append(self)
 
     def _address(self, only: str) -> dict:
+        # Return the arguments of `_Peer` for this rank. `only`: its listener's address; empty: all addresses.
         ips = [only] if only else [str(address.ip.ip) for address in self._addresses]
         here = "" if only else network.stack_id()
         return {"port": self._listener.getsockname()[1], "ips": ips, "here": here, "token": self._token.hex()}
@@ -160,7 +156,7 @@ class TcpServer:
                 for rank, window, offset, values in valid():
                     if rank not in owners:
                         locks.enter_context(self._peers[rank].lock)
-                    owners.append(rank)
+                    owners.append(rank)  # once per put, as each gets a reply
                     request = HEADER.pack(OPERATIONS.index("put"), window, offset, values.numel(), 0, 0)
                     self._comm.calls.communicate("window put", rank, self._send, rank, request, _bytes(values))
                 for rank in owners:
@@ -213,7 +209,7 @@ class TcpServer:
                 peer.drop()  # data in flight on it belong to no later call
 
     def _connect(self, peer: _Peer) -> socket.socket:
-        """Connect to one of a rank's addresses; retry slow ones until the deadline, as the host may be busy."""
+        """Connect to one of a rank's addresses; retry slow ones until the deadline, and rejecting ones a few times."""
         same_host = peer.here and peer.here == network.stack_id()
         ips = [network.LOOPBACK] * bool(same_host) + network.shared_first(peer.ips, self._addresses)
         until = time.perf_counter() + self._comm.failures.deadline_s
@@ -228,11 +224,11 @@ class TcpServer:
                         return peer.connection
                 except OSError as error:
                     problems.append(error)
-            late = [error for error in problems if isinstance(error, TimeoutError)]
+            timeouts = [error for error in problems if isinstance(error, TimeoutError)]
             attempts -= len(problems) < len(ips)  # rejected by another job's listener, or by one that is overloaded
-            if not (late or (attempts and len(problems) < len(ips))) or time.perf_counter() > until:
+            if not (timeouts or (attempts and len(problems) < len(ips))) or time.perf_counter() > until:
                 no_rank = ConnectionRefusedError(f"no rank of this job replies at {', '.join(ips) or 'any address'}")
-                raise (late or problems or [no_rank])[0]
+                raise (timeouts or problems or [no_rank])[0]
             time.sleep(network.PAUSE_S)
 
     # --- serving --------------------------------------------------------------------------------------------------
@@ -268,7 +264,7 @@ class TcpServer:
                     self._serve_requests(connection)
         except Exception as error:
             if isinstance(error, HpcdistError) or not isinstance(error, OSError):  # OSError: the other end closed
-                sys.excepthook(*sys.exc_info())  # otherwise other ranks would wait for a thread that has ended
+                sys.excepthook(*sys.exc_info())  # else other ranks would wait for a thread that has ended
         finally:
             self._serving.pop(threading.current_thread(), None)
 
@@ -278,7 +274,7 @@ class TcpServer:
         part = torch.empty(0, dtype=torch.uint8)  # buffer for values to accumulate
         while True:
             network.receive(connection, memoryview(header))
-            operation, number, offset, count, *values = HEADER.unpack(header)
+            operation, number, offset, count, *operands = HEADER.unpack(header)
             what, window = OPERATIONS[operation], self.windows[number]
             reply: bytes | memoryview = DONE
             with self._comm.trace.span("serve", "window", operation=what, elements=count):
@@ -292,12 +288,13 @@ class TcpServer:
                         part = torch.empty(PART_BYTES, dtype=torch.uint8)
                     self._accumulate(connection, window, offset, count, part.view(window.local.dtype))
                 else:
-                    values = values[: 1 if what == "fetch_add" else 2]
+                    operands = operands[: 1 if what == "fetch_add" else 2]
                     with self._adding:
-                        reply = VALUE.pack(window.atomic(what, self._comm.rank, offset, *values))
+                        reply = VALUE.pack(window.atomic(what, self._comm.rank, offset, *operands))
                 network.send(connection, reply)
 
     def _accumulate(self, connection: socket.socket, window: Served, offset: int, count: int, part: Tensor) -> None:
+        # Receive `count` values in parts, and add them to this rank's memory. `part`: a buffer.
         for start in range(0, count, len(part)):
             values = part[: count - start]
             network.receive(connection, _bytes(values))

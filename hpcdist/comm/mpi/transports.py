@@ -95,6 +95,7 @@ def measure(comm: Any) -> dict[str, float]:
 
 
 def _compute(seconds: float, keeps_lock: bool) -> None:
+    # Compute for some time: in Python, which keeps the interpreter lock, or in torch, which releases it
     matrix, until = torch.full((192, 192), 1e-3), time.perf_counter() + seconds
     while time.perf_counter() < until:
         if keeps_lock:
@@ -104,7 +105,7 @@ def _compute(seconds: float, keeps_lock: bool) -> None:
 
 
 def _transfer(window: Any, seconds: float) -> float:
-    """Return the seconds of a round of transfers; infinite if a get does not return the values put before."""
+    """Return the mean seconds of a large put, a small and a large get; infinite if the values got are not those put."""
     values, out, first = torch.rand(COUNT), torch.empty(COUNT), torch.empty(1)
     rounds, start = 0, time.perf_counter()
     while rounds == 0 or time.perf_counter() - start < seconds:
@@ -142,7 +143,7 @@ class Transports(RankMemory):
         return self._node_mpi
 
     def server(self) -> TcpServer:
-        """Collective at the first call. Return the server of windows to ranks of other nodes."""
+        """Collective at the first call. Return the server by which ranks of other nodes access this rank's windows."""
         if self._server is None:
             self._server = TcpServer(self._comm, self.requested.partition(":")[2])
         return self._server
@@ -163,10 +164,7 @@ class Transports(RankMemory):
         return self._comm.staging.host(tensor, write=write)
 
     def put_all(self, puts: Iterable[Put]) -> None:
-        """Start puts across several nodes and wait for all; see `Communicator.put_all`.
-
-        Puts without TCP complete one by one.
-        """
+        """Start puts across several nodes and wait for all; puts that don't go over TCP complete one by one."""
 
         def requests() -> Iterator[tuple[int, int, int, Tensor]]:
             for window, values, rank, offset in puts:
@@ -186,10 +184,10 @@ class Transports(RankMemory):
                 "Use a window, or another collective."
             )
         check_flat(tensor)
-        local = np.array([tensor.data_ptr(), tensor.nbytes], np.int64)
-        ranges = np.empty((comm.size, 2), np.int64)
+        local_range = np.array([tensor.data_ptr(), tensor.nbytes], np.int64)
+        ranges = np.empty((comm.size, 2), np.int64)  # address and bytes of each rank's tensor
         comm.calls.count += 1
-        comm.calls.communicate("attach", ALL_RANKS, comm.mpi.Allgather, local, ranges)
+        comm.calls.communicate("attach", ALL_RANKS, comm.mpi.Allgather, local_range, ranges)
         if (ranges[:, 1] != ranges[0, 1]).any():
             raise MismatchError(
                 f"attached tensors must have the same number of bytes on every rank; "

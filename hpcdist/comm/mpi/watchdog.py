@@ -89,7 +89,7 @@ class Watchdog:
         """The watchdog's thread: reply to queries, report this rank's state, and check deadlines."""
         while not self._stopped.wait(BLOCKED_S if self._oldest_s() > PATIENCE_S else POLL_S):
             try:
-                self._role()
+                self._role()  # an error that it raises ends the job
                 self._reply()
                 self._report()
                 if self.rank == 0:
@@ -147,10 +147,10 @@ class Watchdog:
         """Return this rank's state, as rank 0 and other watchdogs get it."""
         in_use = self._in_use()
         waits = [wait for calls in in_use if (wait := calls.waits(PATIENCE_S))]
-        busy = sum(queue.busy for queue in tuple(CallQueue.running))
-        if len(waits) <= busy:  # a queue's thread is active, and may cause what the other ranks wait for
+        n_active = sum(queue.busy for queue in tuple(CallQueue.running))
+        if len(waits) <= n_active:  # a thread of a queue is not blocked, and may cause what the other ranks wait for
             waits = []
-        ended = not busy and any(call.what == EXIT for calls in in_use if (call := calls.current))
+        ended = not n_active and any(call.what == EXIT for calls in in_use if (call := calls.current))
         counts = {calls.name: calls.count for calls in in_use}
         return RankState(self._location(), self._line(), ended, counts, sum(c.sending for c in in_use), waits)
 
@@ -186,8 +186,8 @@ class Watchdog:
         blocked = self._oldest_s() >= PATIENCE_S
         if now_s - self._reported_s < REPORT_S * self.size or not (blocked or self._reported):
             return
-        state = self._state() if blocked else RankState("")
-        report = [wait.key for wait in state.waits] + [EXIT] * state.ended
+        state = self._state() if blocked else RankState("")  # the latter tells rank 0 that this rank continues
+        report = [wait.key for wait in state.waits] + [EXIT] * state.ended  # only changes of these are worth a message
         if report != self._reported:
             self._reported, self._reported_s = report, now_s
             self._send(state.encode(), 0, REPORT)
@@ -201,26 +201,26 @@ class Watchdog:
 
     def _end_if_stuck(self) -> None:
         """End the job with a message if ranks are in a deadlock, by their reports and again when queried."""
-        waiting = stuck(self._states, tolerant=self._tolerant)
-        if not waiting:
+        missing_of = stuck(self._states, tolerant=self._tolerant)
+        if not missing_of:
             return
         start = time.perf_counter()
-        locations = self._query({*waiting, *(rank for missing in waiting.values() for rank in missing)} - {self.rank})
+        locations = self._query({*missing_of, *(rank for ranks in missing_of.values() for rank in ranks)} - {self.rank})
         states = {rank: reply.state for rank, reply in locations.items() if reply.state} | {self.rank: self._state()}
         # Waits that existed before all replies and still exist after have all existed at the same time.
         states = {rank: state.since(self._states[rank]) for rank, state in states.items() if rank in self._states}
-        waiting = stuck(states, tolerant=self._tolerant)
-        if not waiting:
+        missing_of = stuck(states, tolerant=self._tolerant)
+        if not missing_of:
             now_s = time.perf_counter()
             self._unclear, self._query_from_s = True, now_s + RARELY * (now_s - start)
             return
-        rank = nearest_to_cause(waiting)
+        rank = nearest_to_cause(missing_of)
         wait = next(iter(states[rank].waits))
         report = [
             f"rank {rank} waited {wait.waited_s:.1f} s {wait.text}, at {states[rank].line}. It would wait forever. "
             "Missing:"
         ]
-        report += [f"  rank {r}: {states[r].location}" for r in waiting[rank]]
+        report += [f"  rank {r}: {states[r].location}" for r in missing_of[rank]]
         report += [
             "All ranks must make the same calls in the loop: decide on all of them when to stop, skip a step or "
             "evaluate, by hpcdist.metric or hpcdist.broadcast. Ending the job."
@@ -253,7 +253,7 @@ class Watchdog:
         end(STATUS)
 
     def _query(self, others: Collection[int] | None = None) -> dict[int, RankLocation]:
-        """Query ranks (default: all except this one) for their locations; return the replies by rank."""
+        """Query ranks (default: all except this one) for their locations; return one for each, also without a reply."""
         others = [r for r in range(self.size) if r != self.rank] if others is None else others
         with suppress(MPI.Exception):
             while self._received(REPLY) is not None:

@@ -31,14 +31,13 @@ class MpiWindow(Window):
     Args:
         comm: the MpiCommunicator.
         count: number of elements on this rank.
-        dtype: of the elements.
         transport: to other nodes, `tcp` or `rma`; by default the communicator's.
     """
 
     def __init__(self, comm: Any, count: int, dtype: torch.dtype, transport: str | None = None):
         check_count(count)
         self.comm, self._tolerant = comm, comm.failures.tolerant
-        lengths = [n or 0 for n in comm.gather(int(count))]
+        lengths = [n or 0 for n in comm.gather(int(count))]  # 0 for dead ranks
         if self._tolerant:
             self._shared: NodeMemory = MemfdMemory(comm, count * dtype.itemsize, dtype)
             self._sleepers: LockedMemory | None = None
@@ -53,17 +52,17 @@ class MpiWindow(Window):
         self._transfers: list[TcpTransfers | OneSided] = []
         self._remote: dict[int, TcpTransfers | OneSided] = {}  # gets and puts across nodes, by owner
         self._served: dict[int, TcpTransfers] = {}  # operations that only the owner's threads may execute, by owner
-        away = [rank for rank in range(comm.size) if rank not in self._memory]
-        if away or self._tolerant:
+        remote_ranks = [rank for rank in range(comm.size) if rank not in self._memory]
+        if remote_ranks or self._tolerant:
             served = comm.memory.server().expose(self)
             self._transfers.append(served)
             others = [rank for rank in range(comm.size) if rank != comm.rank]
-            self._served = dict.fromkeys(others if self._tolerant else away, served)
-            self._remote = dict.fromkeys(away, served)
-        if away and (transport or comm.memory.choose()) == "rma":
+            self._served = dict.fromkeys(others if self._tolerant else remote_ranks, served)
+            self._remote = dict.fromkeys(remote_ranks, served)
+        if remote_ranks and (transport or comm.memory.choose()) == "rma":
             one_sided = OneSided(comm, self.local)
             self._transfers.append(one_sided)
-            self._remote = dict.fromkeys(away, one_sided)
+            self._remote = dict.fromkeys(remote_ranks, one_sided)
             # A rank may sleep only if every change wakes it; changes by MPI's one-sided calls don't.
             self._sleepers = None
         comm.barrier()
@@ -99,9 +98,9 @@ class MpiWindow(Window):
             self._traffic.communicating_s += clock() - start
 
     def requests(self, values: Tensor, rank: int, offset: int) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Yield the request to the owner's threads if they execute the put; otherwise put the values directly.
+        """Yield the put as a request for `TcpServer.put_all`; if it does not go over TCP, put directly instead.
 
-        The values' copy on the host is freed after the caller has used the request.
+        A request is (rank, window number, offset, values on the host); use it before the next one is yielded.
         """
         remote = self._remote.get(rank)
         if isinstance(remote, TcpTransfers):
@@ -177,11 +176,11 @@ class MpiWindow(Window):
             return predicate(elements)
 
         sleep = partial(self._sleepers.sleep, ready) if self._sleepers is not None and rank == self._rank else None
-        known = by if remote is None else ()  # another thread can't read that memory
+        known = by if remote is None else ()  # with `by`, the watchdog's thread would read the other node's memory
         self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, limit_s, sleep, known)
 
     def wake(self, rank: int) -> None:
-        """Wake a rank of this node that sleeps until its memory changes, after a change."""
+        """Wake a rank of this node if it sleeps in `wait`. Called after each change of its memory."""
         if self._sleepers is not None:
             self._sleepers.wake(self._node_rank[rank])
 
@@ -220,8 +219,8 @@ class OneSided:
         self._comm.calls.communicate("window put", rank, self._complete, self._win.Put, values, rank, offset)
 
     def _complete(self, call: Callable[..., None], tensor: Tensor, rank: int, offset: int) -> None:
-        memory, *counted = self._comm.staging.message(tensor)
-        call([memory, *counted], rank, [offset, *counted])
+        memory, *count_and_type = self._comm.staging.message(tensor)
+        call([memory, *count_and_type], rank, [offset, *count_and_type])
         self._win.Flush(rank)
 
     def close(self) -> None:

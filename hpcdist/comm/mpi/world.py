@@ -36,7 +36,7 @@ def _set_up_node(node: MPI.Intracomm, bound: bool) -> None:
     for path in set.intersection(*map(set, segments)):
         with suppress(OSError):  # another rank has removed it
             path.unlink()
-    if all(shares):
+    if all(shares):  # no rank must keep its affinity mask
         cores.bind(share, threads)
 
 
@@ -76,8 +76,7 @@ def finalise() -> None:
 def all_needed(tolerant: bool) -> Iterator[None]:
     """Collective. Context in which the death of a rank ends all ranks; one of them prints the reason.
 
-    Args:
-        tolerant: the job tolerates deaths; otherwise the launcher ends all ranks anyway.
+    If the job is not `tolerant` of deaths, the launcher ends all ranks anyway.
     """
     try:
         if tolerant:
@@ -88,7 +87,7 @@ def all_needed(tolerant: bool) -> Iterator[None]:
     except (MPI.Exception, RankFailedError):
         if not tolerant or not failed_ranks(MPI.COMM_WORLD):
             raise
-    _end_where_all_are_needed(failed_ranks(MPI.COMM_WORLD))
+    _end_where_all_are_needed(failed_ranks(MPI.COMM_WORLD))  # reached only after a death
 
 
 def _end_where_all_are_needed(dead: Sequence[int]) -> None:
@@ -98,7 +97,7 @@ def _end_where_all_are_needed(dead: Sequence[int]) -> None:
         who = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
         log.before_end(
             f"{who} died before all ranks had arrived in hpcdist.init(), which needs all of them. See its last "
-            "output, and start the job again. Ending the job.",
+            "output, and start the job again. Ending the job."
         )
     else:
         time.sleep(GIVE_WAY_S)  # otherwise that rank would count this one among the dead

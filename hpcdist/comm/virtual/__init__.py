@@ -43,13 +43,9 @@ _running = threading.Lock()  # one run at a time: random state and the number of
 
 
 def run_virtual(
-    body: Callable[[VirtualCommunicator], Result],
-    size: int,
-    *,
-    seed: int = 0,
-    network: Network | None = None,
+    body: Callable[[VirtualCommunicator], Result], size: int, *, seed: int = 0, network: Network | None = None,
     compute: ComputeModel | None = None,
-) -> list[Result]:
+) -> list[Result]:  # fmt: skip
     """Run `body(comm)` on `size` virtual ranks; return their results in rank order.
 
     Each rank is a thread, and one thread runs at a time: the rank with the smallest virtual time; among several, the
@@ -57,8 +53,6 @@ def run_virtual(
     (seed, rank); torch computes with one thread. The caller's random state and thread count are restored at the end.
 
     Args:
-        body: called on each rank with its communicator.
-        size: number of ranks.
         seed: random seed, at least 0.
         network: latency and bandwidth of links; None: transfers take no time, one rank per node.
         compute: model of the time that `comm.compute()` takes; None: no time.

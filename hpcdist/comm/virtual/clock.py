@@ -65,8 +65,8 @@ class VirtualClock:
         self.ranks = [VirtualRank(rank, RandomState(seed, rank), self._live) for rank in range(size)]
         self._further: list[VirtualRank] = []  # threads of call queues
         self._queue: list[tuple[float, int, int, Any]] = []
-        self._order = itertools.count()
-        self._polling: list[VirtualRank] = []
+        self._order = itertools.count()  # at equal times and priorities: first in, first out
+        self._polling: list[VirtualRank] = []  # blocked in `poll`
         self._turns = 0  # turns of ranks at the current time
         self._ending = False
         self._failure: BaseException | None = None
@@ -94,7 +94,7 @@ class VirtualClock:
         return [me.result for me in self.ranks]
 
     def _live(self, me: VirtualRank, body: Callable[[], Any] | None = None) -> None:
-        """Body of a rank's thread: run the rank, then resume the next one."""
+        """Body of a thread: run `body`, by default the run's body on this rank; then resume the next rank."""
         # Autograd uses one thread per GPU, in which a rank that waits in a hook would block all other ranks.
         torch.autograd.set_multithreading_enabled(False)
         try:
@@ -130,7 +130,7 @@ class VirtualClock:
 
     # --- operations that communicators use ------------------------------------------------------------------------
     def enter(self, me: VirtualRank, *, polling: bool = False) -> None:
-        """Enter a call of a communicator; each call starts with this."""
+        """Enter a call of a communicator; each call starts with this. `polling`: the call does not block."""
         if self._ending:
             raise RankEnded
         if self._current is not me or threading.get_ident() != me.thread.ident:
@@ -158,7 +158,6 @@ class VirtualClock:
         """Block the running rank until `wake`.
 
         Args:
-            me: the running rank.
             awaits: str() describes what the rank waits for.
             deadline_s: virtual seconds after which DeadlineError is raised.
             start: called once the rank can be woken.
@@ -185,7 +184,7 @@ class VirtualClock:
 
     def spawn(self, effect: Effect) -> None:
         """Start an effect, or continue it; its actions at the current time are done when this returns."""
-        for rank in self._polling:
+        for rank in self._polling:  # what they poll for may be done by this effect
             self.wake(rank)
         self._polling.clear()
         for at_s in effect:
@@ -195,7 +194,7 @@ class VirtualClock:
 
     def perform(self, me: VirtualRank, awaits: str, *effects: Effect) -> None:
         """Block the running rank until all effects are complete; they start in order."""
-        remaining = [len(effects)]
+        remaining = [len(effects)]  # a list, which the effects change
 
         def start() -> None:
             for effect in effects:
@@ -205,6 +204,7 @@ class VirtualClock:
             self.block(me, awaits, start=start)
 
     def _perform(self, effect: Effect, rank: VirtualRank, remaining: list[int]) -> Effect:
+        # Effect: run one of the effects of `perform`; the last one to end wakes the rank
         try:
             yield from effect
         except BaseException as error:  # another rank's thread may run the effect; raise in the rank that started it
@@ -227,7 +227,7 @@ class VirtualClock:
             return
         me.polled.clear()
         if until_s < math.inf:
-            heapq.heappush(self._queue, (until_s, _EFFECT, next(self._order), iter(())))
+            heapq.heappush(self._queue, (until_s, _EFFECT, next(self._order), iter(())))  # does nothing but wake it
         self._polling.append(me)
         self.block(me, f"(polling) {awaits}")
 
@@ -236,7 +236,10 @@ class VirtualClock:
         heapq.heappush(self._queue, (at_s, _RANK, next(self._order), rank))
 
     def _due(self) -> VirtualRank | None:
-        """Run the effects that are due, and return the next rank to run; None if all have finished."""
+        """Run the effects that are due, and return the next rank to run; None if all have finished.
+
+        At the end of the run, that is each unfinished rank in turn: RankEnded is raised in it.
+        """
         while self._queue and not self._ending:
             at_s, kind, _, task = heapq.heappop(self._queue)
             self._turns = self._turns + 1 if at_s == self.now_s else 0
@@ -248,7 +251,7 @@ class VirtualClock:
         if not self._ending and not all(rank.finished for rank in self.ranks):
             self._end(DeadlockError(self._report()))
         unfinished = [me for me in (*self.ranks, *self._further) if me.thread.ident is not None and not me.finished]
-        self._ending |= bool(unfinished)  # threads of queues that were not closed
+        self._ending |= bool(unfinished)  # after all ranks have returned: threads of queues that were not closed
         return unfinished[0] if unfinished else None
 
     def _stands_still(self, due: VirtualRank) -> bool:
@@ -287,7 +290,7 @@ class VirtualClock:
             rank.baton.release()
 
     def _expire(self, rank: VirtualRank, at_s: float) -> Effect:
-        """End a rank's wait at its deadline. A single effect serves all its waits, which would fill the queue."""
+        """Effect: end a rank's wait at its deadline. A single one serves all its waits: many would fill the queue."""
         while at_s == rank.timer_s < math.inf:  # otherwise an earlier effect has replaced this one
             yield at_s
             if rank.awaits is not None and rank.expires_s <= self.now_s:
@@ -297,7 +300,7 @@ class VirtualClock:
                 at_s = rank.timer_s = math.inf if rank.awaits is None else rank.expires_s
 
     def _check_watched_memory(self, me: VirtualRank) -> None:
-        # The owner of a window changes its memory without a call, at its own time, which is now.
+        # Wake ranks that wait for a change of this rank's memory, which its own code changes without a call
         for memory in tuple(me.watched):
             memory.check_all()
 
@@ -321,6 +324,6 @@ class VirtualClock:
         """Return the line of the user's code at which a rank called the communicator."""
         frame = sys._current_frames().get(rank.thread.ident or 0)
         stack = list(traceback.walk_stack(frame))  # it may start inside `threading`, starting another rank
-        ours = [frame.f_code.co_filename.startswith(_COMM) for frame, _ in stack]
-        caller, line = stack[ours.index(False, ours.index(True))]
+        in_package = [frame.f_code.co_filename.startswith(_COMM) for frame, _ in stack]
+        caller, line = stack[in_package.index(False, in_package.index(True))]
         return f"at {caller.f_code.co_filename}:{line}"

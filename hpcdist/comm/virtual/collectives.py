@@ -34,7 +34,7 @@ class Gathering:
         self.call = ""
         self.inputs: dict[int, Any] = {}  # by rank, for the ranks that have arrived
         self._waiting: dict[int, VirtualRank] = {}  # their threads
-        self._results: list = []  # by rank
+        self._results: list = []  # of the call in progress, by rank
 
     def synchronize(
         self, rank: int, call: str, value: Any, conclude: Callable[[list], tuple[list, float]], deadline_s: float
@@ -53,6 +53,7 @@ class Gathering:
         elif call != self.call:
             raise MismatchError(self._disagreement(rank, call))
         self.inputs[rank] = value
+        # The last rank to arrive fills `results`, which all ranks of this call hold, and resets the attributes.
         me, results = self._clock.running(self.ranks[rank].rank), self._results
         self._waiting[rank] = me
 

@@ -87,10 +87,7 @@ class VirtualCommunicator(Communicator):
 
     # --- collective -----------------------------------------------------------------------------------------------
     def allreduce(self, tensor: Tensor) -> None:
-        """Collective. Sum `tensor` over all ranks in place, in rank order.
-
-        Takes the time of a ring, and counts its 2n(p-1)/p bytes in 2(p-1) messages.
-        """
+        """Collective. Sum `tensor` over all ranks in place, in rank order, with the time and traffic of a ring."""
         check_flat(tensor)
         local, hops = addable(tensor), 2 * (self.size - 1)
 
@@ -135,9 +132,9 @@ class VirtualCommunicator(Communicator):
         def conclude(choices: list[tuple[int | None, int]]) -> tuple[list, float]:
             results: list[tuple[Group, int] | None] = [None] * self.size
             for chosen in {c for c, _ in choices if c is not None}:
-                ranks = sorted((k, r) for r, (c, k) in enumerate(choices) if c == chosen)
-                group = Group(self._cluster, [self._group.members[r] for _, r in ranks])
-                for new, (_, old) in enumerate(ranks):
+                ordered = sorted((k, r) for r, (c, k) in enumerate(choices) if c == chosen)
+                group = Group(self._cluster, [self._group.members[r] for _, r in ordered])
+                for new, (_, old) in enumerate(ordered):
                     results[old] = (group, new)
             return results, self._group.rounds_s()
 
@@ -238,6 +235,7 @@ class ReceiveRequest(Request):
         return self._member.describe(self._posted.source, self._posted.tag)
 
     def _copy(self) -> None:
+        # Copy the message into the tensor at the first call; later calls do nothing
         message, tensor, self._tensor = self._posted.message, self._tensor, None
         if message is None or tensor is None:
             return

@@ -55,7 +55,6 @@ class Member:
     """One rank of a group: enters, times and counts its calls.
 
     Args:
-        group: the group.
         rank: number in the group.
         failures: holds the deadline of blocking calls, in virtual seconds.
         traffic: counts the transfers.
@@ -97,7 +96,11 @@ class Member:
         self, call: str, value: Any = None, conclude: Callable[[list], tuple[list, float]] | None = None,
         counted: str = "waiting_s",
     ) -> Any:  # fmt: skip
-        """Collective. Synchronize with the other ranks, see `Gathering.synchronize`; by default a barrier."""
+        """Collective. Synchronize with the other ranks, see `Gathering.synchronize`; by default a barrier.
+
+        Args:
+            counted: the counter of `Traffic` to which the time is added; messages are counted for `waiting_s` only.
+        """
         self.enter()
         if conclude is None:
             conclude = self._barrier
@@ -148,7 +151,7 @@ class Arrivals:
         self._awaited: Receive | tuple[int, int] | None = None  # the receive, or (source, tag), that it waits for
 
     def carry(self, message: Message, path: Path, start_s: float, duration_s: float) -> Iterator[float]:
-        """Effect: transfer a message that leaves at `start_s`."""
+        """Effect: transfer a message that leaves at `start_s`; give it to the first posted receive that it fits."""
         yield start_s
         yield path.into.reserve(start_s + path.latency_s, duration_s)[1]
         for receive in self._posted:
@@ -187,6 +190,7 @@ class Arrivals:
             self._clock.wake(self._waiting)
 
     def post(self, receive: Receive) -> None:
+        # Give a receive the first arrived message that fits it, or keep it until one arrives
         receive.message = self.find(receive.source, receive.tag)
         if receive.message is None:
             self._posted.append(receive)

@@ -107,13 +107,14 @@ class Wiring:
 
     def __init__(self, network: Network, size: int):
         self.network = network
-        self._inter, self._intra = network.slowest((0, 1)), network.slowest((0,))
+        self._inter, self._intra = network.slowest((0, 1)), network.slowest((0,))  # (latency, bandwidth) of links
         self.nodes = network.nodes(size)
         self._inter_links = [(OneWayLink(), OneWayLink()) for _ in range(max(self.nodes) + 1)]
         self._intra_links = [(OneWayLink(), OneWayLink()) for _ in range(size)]
         self._to_self = Path(0.0, math.inf, OneWayLink(), OneWayLink())
 
     def path(self, source: int, dest: int) -> Path:
+        # Return the latency and the links from rank `source` to rank `dest`
         if source == dest:
             return self._to_self
         source_node, dest_node = self.nodes[source], self.nodes[dest]

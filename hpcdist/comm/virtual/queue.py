@@ -11,11 +11,7 @@ from hpcdist.comm.work import CallQueue, Task
 
 
 class VirtualQueue(CallQueue):
-    """Runs the calls of one communicator in order; see `CallQueue`.
-
-    Args:
-        member: the rank in the communicator's group.
-    """
+    """Runs a communicator's calls in order; see `CallQueue`. `member` is the rank in the communicator's group."""
 
     def __init__(self, member: Member):
         super().__init__(threaded=member.size > 1)
@@ -54,6 +50,7 @@ class VirtualEvent(threading.Event):
             self._member.clock.wake(self._waits)
 
     def wait(self, timeout: float | None = None) -> bool:
+        # Block until `set`, at most until the communicator's deadline; `timeout` is ignored
         self._member.enter()
         me = self._member.me
         try:

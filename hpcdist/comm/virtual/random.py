@@ -1,9 +1,9 @@
 """Random state of the virtual cluster: every virtual rank has its own, as a process would.
 
 That is torch's default generator (CPU), numpy's legacy generator and Python's `random`. They are swapped whenever
-another rank goes on. Asking `random` for its state takes 9 µs and numpy 35, so each rank has a generator object of its
-own in numpy, and either is asked only when the memory of its generator has changed. That memory, whose address numpy
-publishes and which follows the header of `random`'s object, is compared as it is, never interpreted and never written.
+another rank continues. `random.getstate()` takes 9 µs and numpy's 35, so they are called only if the memory of the
+generator has changed; and each rank has a separate generator object in numpy, which is swapped as a whole. That memory
+(numpy publishes its address; Python's follows the header of `random`'s object) is only compared, as bytes.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ class RandomState:
         torch_seed, python_seed = (int(word) for word in sequence.generate_state(2, np.uint64))
         self._torch = torch.Generator().manual_seed(torch_seed).get_state()
         self._python = random.Random(python_seed).getstate()
-        self._python_seen: tuple[bytes, float | None] = b"", None  # memory, and a normal number kept for later
+        self._python_seen: tuple[bytes, float | None] = b"", None  # memory, and a spare normal number
         self._own = np.random.MT19937(sequence)
         self._numpy: np.random.BitGenerator = self._own
         self._address = self._own.ctypes.state_address
         self._numpy_seen = b""  # numpy's memory when this was saved
-        self._gauss: dict | None = None  # numpy's whole state where it keeps a second normal number for later
+        self._gauss: dict | None = None  # numpy's whole state, only while numpy holds a spare normal number
 
     def load(self) -> None:
         """Set the process's random state to this one."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
-        _set_bit_generator(self._numpy)  # drops a normal number that numpy kept for later
+        _set_bit_generator(self._numpy)  # drops numpy's spare normal number
         if self._gauss is not None:
             np.random.set_state(self._gauss)
 
     def save(self) -> None:
-        """Save the process's random state in this object."""
+        """Save the process's random state in this object: of numpy and `random` only if it has changed."""
         self._torch = torch.default_generator.get_state()
         python_seen = ctypes.string_at(_PYTHON_ADDRESS, _PYTHON_BYTES), _python.gauss_next
         if python_seen != self._python_seen:
             self._python, self._python_seen = random.getstate(), python_seen
         self._numpy, numpy_memory = _get_bit_generator(), ctypes.string_at(self._address, _NUMPY_BYTES)
-        # numpy's generator object itself is kept, but numpy may hold a spare normal number outside of it: an earlier
-        # one, one sampled since, or one of another generator that the rank has installed.
+        # The generator object holds numpy's state, except for a spare normal number: numpy samples two at a time. There
+        # may be one from before, one sampled since, or one of another generator that the rank has installed.
         if self._gauss is not None or self._numpy is not self._own or numpy_memory != self._numpy_seen:
-            state = np.random.get_state(legacy=False)
-            self._gauss = state if state["has_gauss"] else None
+            numpy_state = np.random.get_state(legacy=False)
+            self._gauss = numpy_state if numpy_state["has_gauss"] else None
             self._numpy_seen = numpy_memory
 
 

@@ -10,8 +10,7 @@ With latency a, bandwidth b and n bytes, on free links (`network` says how trans
 A transfer that takes time can be torn, like a real one. Put and accumulate change the first half of the elements when
 the first byte arrives and the second half with the last byte. A get reads the second half when the first byte leaves
 the owner and the first half with the last byte. MPI guarantees no order; with this one every get that overlaps a put of
-equal length is torn, which never happened if both ran in the same direction. So code that must not rely on consistent
-reads is tested for it. A transfer that takes no time is not torn.
+equal length is torn, so tests detect code that relies on consistent reads. A transfer that takes no time is not torn.
 """
 
 from __future__ import annotations
@@ -48,12 +47,14 @@ class Exposed:
             waiter.check()
 
     def watch(self, waiter: Waiter) -> None:
+        # Add a waiter; wake it immediately if its predicate is true
         self._waiters.append(waiter)
         if self not in self.owner.watched:
             self.owner.watched.append(self)
         waiter.check()
 
     def unwatch(self, waiter: Waiter) -> None:
+        # Remove a waiter; do nothing if its request has not arrived yet
         if waiter in self._waiters:
             self._waiters.remove(waiter)
             if not self._waiters:
@@ -152,7 +153,7 @@ class VirtualWindow(VirtualMemory, Window):
         self._change("accumulate", values, rank, offset, _add)
 
     def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
-        memory, before = self._memories[rank], list[int]()
+        memory, before = self._memories[rank], list[int]()  # the effect appends the old value
         latency_s, element = self._member.path_to(rank).latency_s, memory.tensor[offset]
 
         def effect() -> Iterator[float]:
@@ -223,6 +224,7 @@ class VirtualRankMemory(RankMemory):
         return VirtualAttached(self._member, tensor, exposed)
 
     def _expose(self, call: str, local: Tensor) -> list[Exposed]:
+        # Collective. Return the memories of all ranks: this one's is `local`. `call` describes the call.
         group = self._member.group
 
         def conclude(memories: list[Exposed]) -> tuple[list, float]:

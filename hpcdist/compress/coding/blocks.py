@@ -33,9 +33,9 @@ class Blocks(NamedTuple):
         return values.view(self.rows // self.height, self.height, self.columns // self.width, self.width)
 
     def chunks(self, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield matching rows of blocks of tensors like `view`'s, so few on the host that caches hold them."""
-        some = max(1, CACHED // max(1, self.height * self.columns)) if values[0].is_cpu else max(1, self.rows)
-        return zip(*(self.view(each).split(some) for each in values), strict=True)
+        """Yield matching chunks of tensors, viewed as by `view`: rows of blocks, on the host as many as fit caches."""
+        chunk_rows = max(1, CACHED // max(1, self.height * self.columns)) if values[0].is_cpu else max(1, self.rows)
+        return zip(*(self.view(each).split(chunk_rows) for each in values), strict=True)
 
     def counts(self, indices: np.ndarray) -> np.ndarray:
         """Count the indices of elements in each block, shape (down, across)."""

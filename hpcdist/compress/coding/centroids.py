@@ -30,22 +30,22 @@ def quantise(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         means = np.zeros(count)
         means[: len(values)] = values
         return np.arange(len(values), dtype=np.int32), np.clip(means, -MAX_SCALE, MAX_SCALE).astype(np.float32)
-    mean = sum(parts.sum() for _, parts in _fractions(values, largest)) / len(values)
-    squares = sum(np.square(parts - mean).sum() for _, parts in _fractions(values, largest))
+    mean = sum(fractions.sum() for _, fractions in _fractions(values, largest)) / len(values)
+    squares = sum(np.square(fractions - mean).sum() for _, fractions in _fractions(values, largest))
     deviation = math.sqrt(squares / (len(values) - 1))
-    by = count / (RANGE * deviation) if deviation > 0 else 1.0
+    bins_per_unit = count / (RANGE * deviation) if deviation > 0 else 1.0
     codes, histogram, sums = np.empty(len(values), np.int32), np.zeros(count, np.int64), np.zeros(count)
-    for chunk, parts in _fractions(values, largest):
-        positions = (parts - mean) * by + count / 2
+    for chunk, fractions in _fractions(values, largest):
+        positions = (fractions - mean) * bins_per_unit + count / 2
         codes[chunk] = np.rint(positions, out=positions).clip(0, count - 1, out=positions)
         histogram += np.bincount(codes[chunk], minlength=count)
-        sums += np.bincount(codes[chunk], weights=parts, minlength=count)
+        sums += np.bincount(codes[chunk], weights=fractions, minlength=count)
     means = np.divide(sums, histogram, out=np.zeros(count), where=histogram > 0) * largest
     return codes, np.clip(means, -MAX_SCALE, MAX_SCALE).astype(np.float32)
 
 
 def _fractions(values: np.ndarray, largest: float) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield chunks, and their values as float64 fractions of the largest magnitude, so that squares are finite."""
+    """Yield slices, and their values as float64 fractions of the largest magnitude, so that squares are finite."""
     work = np.empty(min(CACHED, len(values)))
     for chunk in slices(len(values)):
         yield chunk, np.divide(values[chunk], largest, out=work[: chunk.stop - chunk.start], dtype=np.float64)

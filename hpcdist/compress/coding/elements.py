@@ -24,25 +24,25 @@ def views(message: np.ndarray, numbers: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def add_signs(bits: np.ndarray, out: Tensor, steps: Sequence[float], spans: Sequence[slice]) -> None:
-    """Add to the elements of each span its step where their bit is 1, and subtract it from the others.
+    """Add its span's step to each element whose bit is 1, and subtract it from the others.
 
     Args:
         bits: packed as by NumPy's packbits, uint8, one bit per element of `out`.
         out: float32 or float64, on the host. Overwritten.
-        steps: of the spans, which are ascending.
+        steps: one per span; spans are ascending.
     """
-    table, place = (2.0 * BITS - 1).astype(out.numpy().dtype), 0
+    table, index = (2.0 * BITS - 1).astype(out.numpy().dtype), 0
     work = np.empty((-(-min(CACHED, len(out)) // 8), 8), table.dtype)
     signs = torch.from_numpy(work).view(-1)
     for chunk in slices(len(out)):
         packed = bits[chunk.start // 8 : -(-chunk.stop // 8)]
         np.take(table, packed, axis=0, out=work[: len(packed)], mode="clip")  # "raise" would go through a buffer
-        while place < len(spans) and spans[place].start < chunk.stop:
-            start, stop = max(spans[place].start, chunk.start), min(spans[place].stop, chunk.stop)
-            out[start:stop].add_(signs[start - chunk.start : stop - chunk.start], alpha=steps[place])
-            if spans[place].stop > chunk.stop:  # it goes on in the next chunk
+        while index < len(spans) and spans[index].start < chunk.stop:
+            start, stop = max(spans[index].start, chunk.start), min(spans[index].stop, chunk.stop)
+            out[start:stop].add_(signs[start - chunk.start : stop - chunk.start], alpha=steps[index])
+            if spans[index].stop > chunk.stop:  # the span continues in the next chunk
                 break
-            place += 1
+            index += 1
 
 
 def add_by_bit(bits: np.ndarray, out: np.ndarray, table: np.ndarray) -> None:

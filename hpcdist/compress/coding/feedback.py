@@ -135,7 +135,7 @@ class Feedback:
     def encode_change_(self, new: Tensor, old: Tensor, share: float, whole: bool = False) -> Tensor:
         """Encode `share` · (`new` − `old`), and set `new` back to `old`; flat tensors on any device."""
         if self._adds and new.is_cpu and new.dtype == self.residual.dtype and not whole:
-            self._start()
+            self._start()  # then the same as below, in one pass over memory
             for residual, changed, before in alongside(self.residual, new, old):
                 residual.add_(changed.sub(before).mul_(share))
                 changed.copy_(before)
@@ -167,7 +167,7 @@ class Feedback:
         return self.residual
 
     def _on_host(self, tensor: Tensor) -> Tensor:
-        """Prepare the residual, and copy a tensor to its device."""
+        """Return a tensor on the residual's device, and prepare the residual."""
         self._start()
         return tensor.to(self.residual.device)
 
@@ -199,8 +199,7 @@ class Feedback:
 def only_used(feedbacks: Iterable[Feedback], used: Used) -> Iterator[None]:
     """Set the residuals of parameters without a gradient aside while messages are encoded; add them back afterwards.
 
-    Args:
-        used: a flag per parameter, by the numbers of the compressors' spans; None: all parameters have a gradient.
+    `used`: a flag per parameter, indexed by `Span.number`; None: all parameters have a gradient.
     """
     flags = [] if used is None else torch.as_tensor(used).tolist()
     spans = ((feedback.residual, span) for feedback in feedbacks for span in feedback.compressor.spans)

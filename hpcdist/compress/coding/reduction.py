@@ -44,13 +44,9 @@ class Reduction:
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        config: CompressionConfig,
-        templates: Sequence[Tensor],
-        spans: Sequence[Sequence[Span]],
-        over_senders: bool = False,
-    ):
+        self, comm: Communicator, config: CompressionConfig, templates: Sequence[Tensor],
+        spans: Sequence[Sequence[Span]], over_senders: bool = False,
+    ):  # fmt: skip
         self._comm, self._config, self._over_senders = comm, config, over_senders
         self.feedbacks = config.feedbacks(comm, templates, spans)
         residuals = [feedback.residual for feedback in self.feedbacks]
@@ -100,18 +96,18 @@ class Reduction:
                 tensor.copy_(total)
 
     def _reduce(self, tensors: Sequence[Tensor], senders: int) -> None:
-        idle = self._comm.rank >= senders
-        for tensor, feedback, into in zip(tensors, self.feedbacks, self._outs(tensors), strict=True):
+        idle = self._comm.rank >= senders  # in a warm-up only some ranks send
+        for tensor, feedback, out in zip(tensors, self.feedbacks, self._outs(tensors), strict=True):
             compressor, residual = feedback.compressor, feedback.to_send(tensor.zero_() if idle else tensor)
             if isinstance(compressor, Linear):
-                compressor.reduce(residual, into, self._comm.size, self._allreduce)
+                compressor.reduce(residual, out, self._comm.size, self._allreduce)
             elif isinstance(compressor, Recoded):
-                recode(self._comm, compressor, residual, into, senders)
-            if into is not tensor:
-                tensor.copy_(into)
+                recode(self._comm, compressor, residual, out, senders)
+            if out is not tensor:
+                tensor.copy_(out)
 
     def _gather(self, tensors: Sequence[Tensor], senders: int) -> None:
-        idle = self._comm.rank >= senders
+        idle = self._comm.rank >= senders  # in a warm-up only some ranks send
         messages = [] if idle else [f.encode(tensor) for f, tensor in zip(self.feedbacks, tensors, strict=True)]
         outs = self._outs(tensors)
         for out in (*outs, *self._counts):
@@ -121,8 +117,8 @@ class Reduction:
                 feedback.compressor.add(message, outs[index])
                 if self._counts:
                     feedback.compressor.count_sent(message, self._counts[index])
-        for whole, counts in zip(outs, self._counts):
-            for out, count in alongside(whole, counts):
+        for total, counts in zip(outs, self._counts):
+            for out, count in alongside(total, counts):
                 out.div_(count.clamp_(min=1))
         for tensor, out in zip(tensors, outs, strict=True):
             if out is not tensor:
@@ -157,7 +153,7 @@ def recode(comm: Communicator, compressor: Recoded, tensor: Tensor, out: Tensor,
     cuts = bounds(tensor.numel(), comm.size)
     chunks = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
     local_chunk = chunks[comm.rank]
-    ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # so that ranks start with different peers
+    ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # ranks start with different peers
     sends = [_send(comm, compressor.share(tensor[chunks[dest]], comm.size), dest) for dest in ahead]
     local = tensor[local_chunk]
     total = compressor.start_sum(local, comm.size)
@@ -165,7 +161,7 @@ def recode(comm: Communicator, compressor: Recoded, tensor: Tensor, out: Tensor,
         compressor.add(receive(comm, source), total)
     message = compressor.combine(total, senders)
     if total is not local:
-        local.add_(total)
+        local.add_(total)  # the errors of the message and of the sum
     sends += [_send(comm, message, dest) for dest in ahead]
     compressor.decode(message, out[local_chunk])
     for source in reversed(ahead):
@@ -209,9 +205,7 @@ def gather(comm: Communicator, messages: Sequence[Tensor], count: int, senders: 
     sends = []
     if comm.rank in senders:
         joined[comm.rank] = join_messages(messages)
-        others = [
-            (comm.rank + step) % comm.size for step in range(1, comm.size)
-        ]  # so that ranks start with different peers
+        others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # ranks start with different peers
         sends = [comm.isend(joined[comm.rank], dest, TAG) for dest in others]
     for step in range(1, comm.size):
         source = (comm.rank - step) % comm.size

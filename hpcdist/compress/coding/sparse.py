@@ -45,8 +45,7 @@ def pack(indices: np.ndarray, count: int, *payload: np.ndarray) -> Tensor:
 def unpack(message: Tensor, count: int, payload: tuple[tuple[type, int], ...]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return the indices of a message, and its payload; empty arrays for an empty message.
 
-    Args:
-        payload: dtype and number of elements of each array; -1: one element per index, -8: one per 8 indices.
+    `payload`: dtype and number of elements of each array; -1: one element per index, -8: one per 8 indices.
     """
     if not len(message):
         return np.empty(0, np.int64), [np.empty(0, dtype) for dtype, _ in payload]
@@ -72,9 +71,9 @@ def encode_indices(indices: np.ndarray, count: int) -> np.ndarray:
     shift, model = _model(len(indices), count)
     high = np.minimum(gaps >> shift, _ESCAPE)
     coder = AnsCoder()  # a stack: what is decoded first is encoded last
-    whole = gaps[high == _ESCAPE]
-    _push(coder, whole >> 16, 1 << 15)
-    _push(coder, whole & 0xFFFF, 1 << 16)
+    escaped_gaps = gaps[high == _ESCAPE]
+    _push(coder, escaped_gaps >> 16, 1 << 15)
+    _push(coder, escaped_gaps & 0xFFFF, 1 << 16)
     _push(coder, gaps & ((1 << shift) - 1), 1 << shift)
     coder.encode_reverse(high, model)
     return coder.get_compressed()
@@ -96,15 +95,16 @@ def decode_indices(encoded: np.ndarray, size: int, count: int) -> np.ndarray:
 
 
 def _model(size: int, count: int) -> tuple[int, Categorical]:
-    """Return the number of low bits and the distribution of the high part, the same bits on every machine."""
+    """Return the number of a gap's low bits, and the distribution of its high part, identical on all machines."""
     stay = 1 - size / count  # the probability that an element is not in the set
     shift = min(max(0, int(count / (size * _HIGH_MEAN)).bit_length() - 1), _MAX_LOW_BITS)
     for _ in range(shift):  # products and quotients only: a library's power may differ in the last bit
         stay *= stay
-    tail = np.cumprod(np.full(_ESCAPE + 1, stay))
-    tail[1:], tail[0] = tail[:-1], 1.0
-    tail[:-1] *= 1 - stay
-    return shift, Categorical(tail, perfect=False)
+    # First P(high >= k), then P(high = k), except for the last entry, of the escape.
+    probabilities = np.cumprod(np.full(_ESCAPE + 1, stay))
+    probabilities[1:], probabilities[0] = probabilities[:-1], 1.0
+    probabilities[:-1] *= 1 - stay
+    return shift, Categorical(probabilities, perfect=False)
 
 
 def _push(coder: AnsCoder, symbols: np.ndarray, limit: int) -> None:
@@ -144,7 +144,7 @@ class Sample:
         self.drawn = 0  # number of samples so far
 
     def bound(self, values: np.ndarray, part: float) -> float:
-        """Estimate the bound that a fraction `part` of the magnitudes exceeds; 0 if all may."""
+        """Estimate the bound that a fraction `part` of the magnitudes exceeds; 0 if nearly all do."""
         sample = np.abs(values if self._stride == 1 else values[self._positions()])
         index = len(sample) - max(1, round(part * len(sample))) - 1
         return float(np.partition(sample, index)[index]) if index >= 0 else 0.0

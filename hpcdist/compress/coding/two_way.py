@@ -46,12 +46,9 @@ class TwoWayMean:
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        config: CompressionConfig,
-        templates: Sequence[Tensor],
+        self, comm: Communicator, config: CompressionConfig, templates: Sequence[Tensor],
         spans: Sequence[Sequence[Span]],
-    ):
+    ):  # fmt: skip
         if config.warmup_steps or config.warmup_ranks is not None:
             raise ConfigError(
                 "strategy.compression.warmup_steps and warmup_ranks must be omitted where means are compressed in "
@@ -62,6 +59,7 @@ class TwoWayMean:
         self.residuals: list[Tensor] = []
         self.mean_residuals: list[Tensor] = []
         self.ranges: list[tuple[int, int]] = []
+        # By tensor: its chunks, the feedback of the messages for each chunk, and of the means of this rank's chunk.
         self._ends: list[tuple[list[slice], list[Feedback], Feedback]] = []
         for number, (flat, flat_spans) in enumerate(zip(templates, spans, strict=True)):
             chunks = [slice(*pair) for pair in itertools.pairwise(bounds(flat.numel(), comm.size))]
@@ -87,25 +85,23 @@ class TwoWayMean:
 
     def _average(self, tensor: Tensor, chunks: list[slice], sent: list[Feedback], back: Feedback) -> None:
         comm = self._comm
-        ahead = [
-            (comm.rank + step) % comm.size for step in range(1, comm.size)
-        ]  # so that ranks start with different peers
+        ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # ranks start with different peers
         messages = {dest: sent[dest].encode(tensor[chunks[dest]]) for dest in (*ahead, comm.rank)}
         requests = [comm.isend(messages[dest], dest, TAG) for dest in ahead]
-        local = sent[comm.rank]
-        here = tensor.dtype == back.residual.dtype and tensor.is_cpu  # the tensor is encoded by now
-        total = tensor[chunks[comm.rank]].zero_() if here else torch.zeros_like(back.residual)
+        decoder = sent[comm.rank]
+        reuses_tensor = tensor.dtype == back.residual.dtype and tensor.is_cpu  # its memory is free: all is encoded
+        total = tensor[chunks[comm.rank]].zero_() if reuses_tensor else torch.zeros_like(back.residual)
         arrived = {comm.rank: messages[comm.rank]}
         arrived |= {source: receive(comm, source) for source in reversed(ahead)}
         for source in range(comm.size):
-            local.compressor.add(arrived[source], total)
+            decoder.compressor.add(arrived[source], total)
         message = back.encode(total.div_(comm.size))
         requests += [comm.isend(message, dest, TAG) for dest in ahead]
         arrived = {comm.rank: message} | {source: receive(comm, source) for source in reversed(ahead)}
         for source, chunk in enumerate(chunks):
-            mean = tensor[chunk] if here else torch.empty(chunk.stop - chunk.start, dtype=back.residual.dtype)
+            mean = tensor[chunk] if reuses_tensor else torch.empty(chunk.stop - chunk.start, dtype=back.residual.dtype)
             sent[source].compressor.decode(arrived[source], mean)
-            if not here:
+            if not reuses_tensor:
                 tensor[chunk] = mean.to(tensor)
         for request in requests:
             request.wait()

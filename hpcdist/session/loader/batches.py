@@ -18,7 +18,7 @@ from hpcdist.session import rules
 
 
 class _BatchPickler(pickle.Pickler):
-    """Pickles a batch to find its tensors, written as checksums, because their pickles contain addresses."""
+    """Pickles a batch to record its tensors' shapes; with `sums` also the contents, of torch's tensors as checksums."""
 
     def __init__(self, file: io.BytesIO, sums: bool):
         super().__init__(file)
@@ -26,7 +26,7 @@ class _BatchPickler(pickle.Pickler):
         self._sums = sums
 
     def reducer_override(self, value: Any) -> Any:
-        """Record a tensor's shape, and pickle its checksum instead."""
+        """Record a tensor's shape, and pickle its checksum instead, because pickles of tensors contain addresses."""
         if not isinstance(value, (Tensor, np.ndarray)):
             return NotImplemented
         self.shapes.append(tuple(value.shape))
@@ -84,21 +84,25 @@ def same_on_all_ranks(group: Communicator, batch: Any) -> bool:
 def require_same(inner: Communicator, batch: Any) -> None:
     """Collective in the replica. Raise MismatchError unless all its ranks have the same batch, or none has one."""
     digests = _digests(inner, batch)
-    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if odd is not None:
-        ranks = [inner.platform.world_ranks[rank] for rank in (0, odd)]
+    differing = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if differing is not None:
+        ranks = [inner.platform.world_ranks[rank] for rank in (0, differing)]
         raise rules.error("the ranks of a replica read different batches", first=ranks[0], rank=ranks[1])
 
 
 def counting_message(counts: Tensor, shapes: Tensor) -> tuple[int, str] | None:
-    """Return a log level and message on how samples were counted (see `count_samples`); None for equal counts."""
-    held, numbers = set(shapes[counts > 0].tolist()), sorted(set(counts[counts > 0].tolist()))
-    doubtful = -1 in held or len(held) > 1
-    if not doubtful and len(numbers) < 2:
+    """Return a log level and message on how samples were counted; None for equal counts.
+
+    Args:
+        counts, shapes: the results of `count_samples` on all ranks: numbers, and the codes of shapes.
+    """
+    codes, sizes = set(shapes[counts > 0].tolist()), sorted(set(counts[counts > 0].tolist()))
+    doubtful = -1 in codes or len(codes) > 1
+    if not doubtful and len(sizes) < 2:
         return None
     why = ", although its tensors differ in other dimensions, or there is no tensor" if doubtful else ""
     return logging.WARNING if doubtful else logging.INFO, (
         "Ranks' batches are weighted by their numbers of samples, the length of the first dimension of a batch's first "
-        f"tensor: {' and '.join(f'{number:.0f}' for number in numbers)}{why}. If that is not the number of samples "
+        f"tensor: {' and '.join(f'{number:.0f}' for number in sizes)}{why}. If that is not the number of samples "
         "(for example if time comes first), call optimizer.set_batch_weight(n) before backward()."
     )

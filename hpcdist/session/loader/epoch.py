@@ -22,8 +22,9 @@ class Epoch:
         self._before = [strategy.steps for strategy in strategies]
         trained = _distributed_parameters()
         named = {id(p): (name, p) for s in strategies for name, p in s.model.module.named_parameters()}
-        others = [pair for key, pair in named.items() if key not in trained and pair[1].requires_grad]
-        self._others = [(name, p, p.detach().sum().item()) for name, p in others if current().comm.size > 1]
+        untrained = [pair for key, pair in named.items() if key not in trained and pair[1].requires_grad]
+        # Name, parameter and its sum, of parameters that no DistributedOptimizer trains.
+        self._others = [(name, p, p.detach().sum().item()) for name, p in untrained if current().comm.size > 1]
 
     def _trains(self) -> bool:
         """Return whether a model has taken a step, or has run a backward pass for one."""
@@ -57,8 +58,8 @@ class Epoch:
         - The epoch only evaluated models, each rank on its share of the training samples.
         - Parameters without a DistributedOptimizer were trained along this rank's gradients.
         """
-        for strategy, steps in zip(self._strategies, self._before, strict=True):
-            bypassed = strategy.steps == steps and strategy.model.gradients.weights
+        for strategy, steps_before in zip(self._strategies, self._before, strict=True):
+            bypassed = strategy.steps == steps_before and strategy.model.gradients.weights
             if bypassed and rules.forbids("an epoch trains without step()", strategy):
                 strategy.model.refresh()
                 if strategy.model.touched():
@@ -67,12 +68,8 @@ class Epoch:
         if evaluates and not self._trains():
             rules.refuse("a training loader is iterated for an evaluation", self._strategies[0])
         trained = _distributed_parameters() if self._others else ()  # again, because layers may have been unfrozen
-        for name, parameter, before in self._others:
-            if (
-                id(parameter) not in trained
-                and parameter.grad is not None
-                and parameter.detach().sum().item() != before
-            ):
+        for name, p, sum_before in self._others:
+            if id(p) not in trained and p.grad is not None and p.detach().sum().item() != sum_before:
                 raise rules.error("a plain optimiser trains the rest of the model", name=name)
 
 

@@ -44,18 +44,10 @@ class Order:
     """
 
     def __init__(
-        self,
-        length: Callable[[], int],
-        *,
-        dataset: Any,
-        sampler: Any = None,
-        batch_size: int | None,
-        drop_last: bool = False,
-        single: bool = False,
-        seed: int = 0,
-        shuffle: bool = False,
+        self, length: Callable[[], int], *, dataset: Any, sampler: Any = None, batch_size: int | None,
+        drop_last: bool = False, single: bool = False, seed: int = 0, shuffle: bool = False,
         epochs: DistributedSampler[Any] | None = None,
-    ):
+    ):  # fmt: skip
         self._length, self._sampler, self.batch_size, self.drop_last = length, sampler, batch_size, drop_last
         self._dataset = dataset
         self.single, self._seed, self._shuffle, self._epochs = single, seed, shuffle, epochs
@@ -93,16 +85,16 @@ class Order:
 
         It is endless if it yields several times the data set and several times its own length (perhaps an estimate).
         """
-        samples, length, n_indices = length_hint(self._dataset, 1 << 20), None, 0
+        n_samples, length, n_indices = length_hint(self._dataset, 1 << 20), None, 0
         items: list[Any] = []
         for item in self._sampler:
             items.append(item)
             n_indices += max(len(item), 1) if isinstance(item, (list, tuple)) else 1
-            if n_indices > _ENDLESS * samples:
+            if n_indices > _ENDLESS * n_samples:
                 length = length_hint(self._sampler, 0) if length is None else length  # `len` may use random numbers
                 if length > _LONG or len(items) > _ENDLESS * length:
                     kind = type(self._sampler).__name__
-                    raise rules.error("a sampler has no end", kind=kind, drawn=n_indices, length=samples)
+                    raise rules.error("a sampler has no end", kind=kind, drawn=n_indices, length=n_samples)
         return items
 
     def require_unsplit_sampler(self, group: Communicator, first: int) -> None:
@@ -125,8 +117,8 @@ class Order:
 
         local = group.raise_on_all_ranks(sample)
         self._items, self._ahead = broadcast_in(group, local if is_first else None, first), True
-        indices, shared = ({*map(repr, self._single_items(items))} for items in (local, self._items or ()))
-        disjoint = len(indices & shared) < max(2, min(len(indices), len(shared)) / 4) and indices != shared
+        indices, firsts = ({*map(repr, self._single_items(items))} for items in (local, self._items or ()))
+        disjoint = len(indices & firsts) < max(2, min(len(indices), len(firsts)) / 4) and indices != firsts
         if any(group.gather(disjoint)):
             raise rules.error("the sampler splits samples already", kind=type(self._sampler).__name__)
 
@@ -170,25 +162,25 @@ def sample_order(loader: DataLoader[Any], seed: int) -> Order:
     for name in _ITERATES:
         if name in vars(loader) or getattr(type(loader), name) is not getattr(DataLoader, name):
             raise rules.error("the loader overrides how it iterates", kind=type(loader).__name__, name=name)
-    batches: Any = loader.batch_sampler
-    if batches is not None and type(batches) is not BatchSampler:
-        return Order(lambda: len(batches), dataset=loader.dataset, sampler=batches, batch_size=None)
-    kind: dict[str, Any] = {"batch_size": None, "single": True, "dataset": loader.dataset}
-    if batches is not None:
-        kind |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last, "single": False}
-    sampler: Any = loader.sampler if batches is None else batches.sampler
+    batch_sampler: Any = loader.batch_sampler
+    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        return Order(lambda: len(batch_sampler), dataset=loader.dataset, sampler=batch_sampler, batch_size=None)
+    options: dict[str, Any] = {"batch_size": None, "single": True, "dataset": loader.dataset}
+    if batch_sampler is not None:
+        options |= {"batch_size": batch_sampler.batch_size, "drop_last": batch_sampler.drop_last, "single": False}
+    sampler: Any = loader.sampler if batch_sampler is None else batch_sampler.sampler
     if type(sampler) is DistributedSampler:
-        kind["drop_last"] = sampler.drop_last or kind.get("drop_last", False)
-        kind |= {"seed": seed or sampler.seed, "shuffle": sampler.shuffle, "epochs": sampler}
-        return Order(lambda: len(sampler.dataset), **kind)  # type: ignore[arg-type]
+        options["drop_last"] = sampler.drop_last or options.get("drop_last", False)
+        options |= {"seed": seed or sampler.seed, "shuffle": sampler.shuffle, "epochs": sampler}
+        return Order(lambda: len(sampler.dataset), **options)  # type: ignore[arg-type]
     permutes = type(sampler) is RandomSampler and sampler.num_samples == len(sampler.data_source)
     if type(sampler) is SequentialSampler or (permutes and not sampler.replacement):
-        return Order(lambda: len(sampler), seed=seed, shuffle=permutes, **kind)
-    return Order(lambda: len(sampler), sampler=sampler, **kind)
+        return Order(lambda: len(sampler), seed=seed, shuffle=permutes, **options)
+    return Order(lambda: len(sampler), sampler=sampler, **options)
 
 
 def iterate_with_worker_seed(loader: Any, worker: int) -> Iterator[Any]:
-    """Start an epoch of a loader whose worker processes get a random seed that differs between the workers.
+    """Start an epoch of a loader; its processes get a random seed that differs between ranks, by the rank's `worker`.
 
     The seed is derived from (torch's base seed of the epoch, worker), so that augmentations differ between ranks with
     the same seed. The random state continues as it would otherwise.

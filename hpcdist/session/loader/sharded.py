@@ -118,19 +118,17 @@ class ShardedLoader:
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        seed: int,
-        training: bool,
-        split: bool,
+        self, loader: DataLoader[Any], seed: int, training: bool, split: bool,
         optimizers: Sequence[torch.optim.Optimizer] | None,
-    ):
+    ):  # fmt: skip
         self._loader, self._seed, self._training, self._split = loader, seed, training, split
         self._stepped = optimizers
         self._iterable = split and isinstance(loader.dataset, IterableDataset)
+        # The epoch; all ranks' samples in it before the first batch to read, and before the next; whether it ended.
         self._epoch, self._start, self._done, self._ended = -1, 0, 0, True
         self._sampled = -1  # last epoch that `take` has sampled
         self._weight = 1.0
+        # Ranks' loaders were compared; the counting of samples was logged; a call inside a step was warned of.
         self._compared = self._counted = self._shares = False
         self._workers: tuple[int, ...] = ()  # of the last epoch; `len` needs it after training has ended
         if split and not self._iterable:
@@ -166,10 +164,10 @@ class ShardedLoader:
         return self._steps(self._order.plan(len(self._workers)))
 
     def __iter__(self) -> Iterator[Any]:
-        refreshed = _update_bn_model()
-        if refreshed is not None and not self._split:
-            _require_averaged(refreshed)
-        if not self._training and refreshed is None:
+        bn_model = _update_bn_model()
+        if bn_model is not None and not self._split:
+            _require_averaged(bn_model)
+        if not self._training and bn_model is None:
             return self._evaluate()
         # Without gradients nothing is trained: in update_bn, or in an evaluation on the training data.
         return self._train() if torch.is_grad_enabled() else self._iterate(self._loader, 0)
@@ -192,11 +190,11 @@ class ShardedLoader:
         if not self._training:
             return tuple(range(size))
         strategies = [optimizer.strategy for optimizer in self._optimizers()]
-        ranks = {strategy.config.workers(size) for strategy in strategies}
-        if len(ranks) > 1:
-            listed = " and ".join(map(str, sorted(ranks)))
+        choices = {strategy.config.workers(size) for strategy in strategies}
+        if len(choices) > 1:
+            listed = " and ".join(map(str, sorted(choices)))
             raise rules.error("optimisers of one loop have different workers", ranks=listed)
-        return ranks.pop()
+        return choices.pop()
 
     def _optimizers(self) -> Sequence[Any]:
         optimizers = self._active_optimizers()
@@ -224,9 +222,8 @@ class ShardedLoader:
         if session.loader is None:  # else inside another loader's loop, which determines the steps
             for optimizer in optimizers:
                 start_epoch(optimizer)
-            self._compare_loaders(
-                session.comm, session.ranks_of(workers)[0]
-            )  # by all ranks: there may be only one worker
+            # By all ranks, because there may be only one worker.
+            self._compare_loaders(session.comm, session.ranks_of(workers)[0])
         if session.outer.rank not in workers:
             yield from period(optimizers, ())
             for optimizer in optimizers:
@@ -269,15 +266,15 @@ class ShardedLoader:
             self._epoch = self._order.epoch(self._epoch)
 
     def _weighted_batches(self, strategies: Sequence[Strategy], workers: tuple[int, ...]) -> Iterator[WeightedBatch]:
-        """Yield this rank's batches of the epoch."""
+        """Yield this rank's batches of the epoch; on the first worker `_warn_of_calls` checks weighted ones."""
         worker = workers.index(current().outer.rank)
-        local = not self._split or self._iterable
+        reads_locally = not self._split or self._iterable
         for strategy in strategies:
             if strategy.contract.batch == "portions":
                 yield from self._joint_batches(strategy, worker, len(workers))
                 return
         n = len(workers)
-        for weighted in self._local_batches(strategies, worker, n) if local else self._split_batches(worker, n):
+        for weighted in self._local_batches(strategies, worker, n) if reads_locally else self._split_batches(worker, n):
             self._weight = weighted.weight
             watched = [strategy.model.gradients for strategy in strategies if worker == 0 and weighted.weight != 1.0]
             for gradients in watched:
@@ -380,22 +377,22 @@ class ShardedLoader:
             batches = iter(()) if first is None else chain([first], batches)
             if same_on_all_ranks(group, first):
                 batches = islice(batches, worker, None, workers)
-        joined = workers > 1 and any(strategy.contract.synchronous for strategy in strategies)
-        yield from self._padded(strategies, group, batches) if joined else map(WeightedBatch, batches)
+        pads = workers > 1 and any(strategy.contract.synchronous for strategy in strategies)
+        yield from self._padded(strategies, group, batches) if pads else map(WeightedBatch, batches)
 
     def _padded(
         self, strategies: Sequence[Strategy], group: Communicator, batches: Iterator[Any]
     ) -> Iterator[WeightedBatch]:
         """Collective. Yield batches, weighted by their samples, until no rank has one."""
-        last, step, counted = None, 0, None
+        last, step, log_message = None, 0, None
         while True:
             batch = next(batches, None)
-            if counted and not self._counted:  # after a step, in which the loop may have called set_batch_weight
+            if log_message and not self._counted:  # after a step, in which the loop may have called set_batch_weight
                 self._counted = True
                 if group.rank == 0 and not any(strategy.model.gradients.weighted_by_loop for strategy in strategies):
-                    _log.log(*counted)
-            counts, shapes = gather_counts(group, *((0, 0) if batch is None else count_samples(batch)))
-            counted = counted or counting_message(counts, shapes)
+                    _log.log(*log_message)
+            counts, codes = gather_counts(group, *((0, 0) if batch is None else count_samples(batch)))
+            log_message = log_message or counting_message(counts, codes)
             if not counts.any():
                 return
             if step == 0 and not counts.all():  # a rank without any batch gets a copy of another rank's
@@ -414,8 +411,8 @@ class ShardedLoader:
                 yield from (weighted.batch for weighted in self._local_batches([], worker, session.outer.size))
                 return
             order, plan = self._plan_epoch(worker, session.outer.size)
-            counted = [step for step in range(self._steps(plan)) if plan.sizes(step)[worker]]
-            self.batches[:] = [order.batch(plan, step, worker) for step in counted]
+            steps = [step for step in range(self._steps(plan)) if plan.sizes(step)[worker]]
+            self.batches[:] = [order.batch(plan, step, worker) for step in steps]
             yield from self._iterate(self._sharded, worker)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------

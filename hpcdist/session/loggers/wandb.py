@@ -20,14 +20,10 @@ class WandB(Logger):
         import wandb
 
         self._run = wandb.init(
-            project="hpcdist",
-            name=run.name,
-            id=run.id(lambda: secrets.token_hex(8)),
-            dir=str(run.folder),
-            config=dict(run.settings),
-            mode="offline",
+            project="hpcdist", name=run.name, id=run.id(lambda: secrets.token_hex(8)), dir=str(run.folder),
+            config=dict(run.settings), mode="offline",
             settings=wandb.Settings(silent=True, console="off"),  # don't redirect the terminal
-        )
+        )  # fmt: skip
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -49,7 +49,7 @@ class LocalGradients:
         self._step_checksums: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
 
     def start(self, step: int, skips: bool, *, changed: bool) -> None:
-        """Start a step; with `skips` gradients that are not finite skip its update, whatever the policy is."""
+        """Start step number `step`; with `skips` a non-finite gradient skips its update, whatever the policy is."""
         self._step, self._skips, self.changed = step, skips or self.policy == "skip", changed
         self.ignores_nonfinite = self.policy == "ignore" and not skips
 
@@ -79,10 +79,10 @@ class LocalGradients:
             names = [name for name, grad in named if grad is not None and not torch.isfinite(grad).all()]
         if self._stages is None or again or bucket is not None:
             return names
-        return self._stages.nonfinite({0: names} if names else {}).get(0, [])
+        return self._stages.nonfinite({0: names} if names else {}).get(0, [])  # of this replica; any key will do
 
     def done(self) -> None:
-        """End the step; later checks belong to the next step."""
+        """End the step: append its checksum to `checksums` if it is one of the first steps."""
         if self.checksums is not None and len(self.checksums) < FIRST_STEPS:
             self.checksums.append(hash(tuple(self._step_checksums)) if any(self._step_checksums) else 0)
         self._step_checksums, self.ignores_nonfinite = [], self.policy == "ignore"
@@ -121,16 +121,16 @@ class LocalGradients:
         return f"skipped: {text}"
 
     def skipped(self) -> str | None:
-        """Collective over the stages of the replica. Return an event if gradients are not finite, else None."""
+        """Collective over the stages. Return the event of a skipped update if a gradient is not finite, else None."""
         bad = self.nonfinite()
         return self.skip_update({self._comm.rank: bad}) if bad else None
 
     def staleness(self, skipped: object) -> tuple[int, ...]:
-        """Return the staleness of this rank's gradient, (0,); () if it was skipped or its batch has weight 0."""
+        """Return `Outcome.staleness`: (0,) for this rank's gradient; () if it was skipped or its batch has weight 0."""
         return (0,) if not skipped and self._model.gradients.mean_weight else ()
 
     def take_used(self, of: slice | list[int] = slice(None)) -> Tensor:
-        """Return 1 for each parameter with a gradient since the last call, else 0; reset the flags."""
+        """Return 1.0 for each parameter in `of` with a gradient since the last call, else 0.0; reset the flags."""
         used = self.used[of].float()
         self.used[of] = False
         return used
@@ -147,16 +147,16 @@ class LocalGradients:
 
 
 def _checksum(before: int, tensor: Tensor) -> int:
-    """Extend a checksum by a tensor's bits. Reads the tensor twice on its device, and copies only sums to the host."""
+    """Return the checksum `before` extended by a tensor's bits; unchanged by zeros. Copies only sums to the host."""
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
     if not len(flat) or not torch.linalg.vector_norm(flat, torch.inf).item():
         return before
     per_int64 = 8 // flat.element_size()  # sums of int64 are fast, and need memory aligned to 8 bytes
     flat = flat.clone() if flat.storage_offset() % per_int64 else flat
-    length = len(flat) // (per_int64 * _CHUNKS)
-    last = length * per_int64 * _CHUNKS
-    sums = flat[:last].view(torch.int64).view(_CHUNKS, length).sum(1)
-    data = sums.cpu().numpy().tobytes() + tensor_bytes(flat[last:]).tobytes()
+    per_chunk = len(flat) // (per_int64 * _CHUNKS)
+    end = per_chunk * per_int64 * _CHUNKS
+    sums = flat[:end].view(torch.int64).view(_CHUNKS, per_chunk).sum(1)
+    data = sums.cpu().numpy().tobytes() + tensor_bytes(flat[end:]).tobytes()
     return zlib.crc32(data, before)
 
 

@@ -55,7 +55,7 @@ class Recorder:
         return sum((channel.trace.traffic for channel in self.channels), Traffic())
 
     def start(self) -> None:
-        """Start the next record now, so that it excludes earlier setup, evaluation or checkpoints."""
+        """Start the next record now, so that it excludes the time and traffic of setup, evaluation or checkpoints."""
         self._since, self._before = self._comm.now(), self.traffic()
 
     def record(self, step: int, outcome: Outcome) -> StepRecord:
@@ -66,15 +66,10 @@ class Recorder:
         if events := self.events():
             outcome = replace(outcome, event="; ".join([*filter(None, [outcome.event]), *events]))
         return StepRecord(
-            step=step,
-            clock=outcome.clock,
-            staleness=outcome.staleness,
-            event=outcome.event,
-            dropped=outcome.dropped,
-            waited_for=outcome.waited_for,
-            computing_s=max(0.0, passed_s - spent.communicating_s - spent.waiting_s),
+            step=step, clock=outcome.clock, staleness=outcome.staleness, event=outcome.event, dropped=outcome.dropped,
+            waited_for=outcome.waited_for, computing_s=max(0.0, passed_s - spent.communicating_s - spent.waiting_s),
             **vars(spent),
-        )
+        )  # fmt: skip
 
     def report_events(self, step: int) -> None:
         """Write a record of pending events, if there are any."""

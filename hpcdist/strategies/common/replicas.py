@@ -43,7 +43,7 @@ def _require_equal_models(comm: Communicator, model: FlatModel) -> None:
     different = [rank for rank, signature in enumerate(signatures) if signature != signatures[0]]
     if not different:
         return
-    descriptions = comm.gather(text if comm.rank in (0, different[0]) else "")
+    descriptions = comm.gather(text if comm.rank in (0, different[0]) else "")  # long: only of the two to compare
     where = describe_difference(descriptions[0], descriptions[different[0]], "on rank 0", f"on rank {different[0]}")
     others = f", and those of {shorten([f'rank {rank}' for rank in different[1:]])}," if different[1:] else ""
     raise MismatchError(
@@ -54,7 +54,7 @@ def _require_equal_models(comm: Communicator, model: FlatModel) -> None:
 
 
 def with_buffers(strategy: Any, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Collective. Return `params`, and buffers: the mean over workers, or the first worker's, by each buffer's kind."""
+    """Collective. Return `params`, and the buffers: by kind the mean over the workers, or the first worker's value."""
     comm, workers, flat = strategy.comm, _workers(strategy), strategy.model.flat_buffers
     local_buffers, buffers = strategy.model.buffers, []
     for tensor, kind in zip(local_buffers, flat.kinds, strict=True):
@@ -69,14 +69,14 @@ def with_buffers(strategy: Any, params: list[Tensor]) -> tuple[list[Tensor], lis
 def warn_differences(
     comm: Communicator, buffers: FlatBuffers, flats: Sequence[Tensor], ranks: Sequence[int], counts: bool = True
 ) -> None:
-    """Collective. Warn once if buffers of the kind "first" differ among `ranks`, except those with counts=False."""
+    """Collective. Warn once if buffers of kind "first", in `flats`, differ among those `ranks` that pass `counts`."""
     slots = [slot for slot in buffers.slots if buffers.kinds[slot.group] == "first"]
     if not slots or buffers.warned:
         return
     local_sums = [repr(sums([slot.view(flats).reshape(-1)])) for slot in slots] if counts else []
     gathered = comm.gather(local_sums)
-    of_ranks = [gathered[rank] for rank in ranks if gathered[rank]]
-    different = [slot.name for slot, texts in zip(slots, zip(*of_ranks)) if len(set(texts)) > 1]
+    sums_of_ranks = [gathered[rank] for rank in ranks if gathered[rank]]
+    different = [slot.name for slot, of_slot in zip(slots, zip(*sums_of_ranks)) if len(set(of_slot)) > 1]
     buffers.warned = bool(different)
     if different and comm.rank == ranks[0]:
         _log.warning(

@@ -97,7 +97,7 @@ class State:
         start: Literal["zeros", "parameters", "any"] = "zeros", reshard: Reshard = "start", resets: bool = False,
         ranges: Ranges | None = None, optional: bool = False, saves: Callable[[], object] | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """Create flat tensors with the parameters' layout and declare them as state; return them. Loading copies.
+        """Create flat tensors with the parameters' layout and declare them as state; return them. Loading fills them.
 
         Args:
             like: flat tensors with the shapes and dtypes to use; empty where this rank has none, as on a single rank.
@@ -110,24 +110,24 @@ class State:
             saves: returns whether to save the tensors now; None: always.
         """
         copies = start == "parameters"
-        make = torch.clone if copies else torch.zeros_like
-        own = [make(tensor) for tensor in like] if tensors is None else list(tensors)
-        self.tensors += own
+        create = torch.clone if copies else torch.zeros_like
+        declared = [create(tensor) for tensor in like] if tensors is None else list(tensors)
+        self.tensors += declared
 
         def restart() -> None:
             if copies:
-                copy_all(own, self._part(ranges))
+                copy_all(declared, self._part(ranges))
             elif start == "zeros":
-                zero_all(own)
+                zero_all(declared)
 
         def load(saved: Sequence[Tensor]) -> None:
-            copy_all(own, saved) if saved else restart()
+            copy_all(declared, saved) if saved else restart()
 
         def save() -> list[Tensor]:
-            return own if saves is None or saves() else []
+            return declared if saves is None or saves() else []
 
         self._declare(StateSpec(name, save, load, restart, RESHARD[reshard], optional, resets, True, ranges))
-        return own
+        return declared
 
     def value(
         self, name: str, start: T | Callable[[], T], owner: object, attribute: str = "", *, reshard: Reshard = "start",
@@ -149,10 +149,10 @@ class State:
             return start() if callable(start) else deepcopy(start)
 
         def load(saved: Any) -> None:
-            own = getattr(owner, attribute)
-            if type(saved) is not type(own):
+            current = getattr(owner, attribute)
+            if type(saved) is not type(current):
                 raise CheckpointError(
-                    f"the strategy's {name!r} must be of type {type(own).__name__}; got {saved!r:.60}. Resume from "
+                    f"the strategy's {name!r} must be of type {type(current).__name__}; got {saved!r:.60}. Resume from "
                     "another checkpoint."
                 )
             setattr(owner, attribute, deepcopy(saved))
@@ -175,8 +175,8 @@ class State:
         attribute = attribute or name
 
         def load(saved: Mapping[str, Any]) -> None:
-            own = {slot.name for slot in self._model.slots}
-            setattr(owner, attribute, {key: value for key, value in saved.items() if key in own})
+            local_names = {slot.name for slot in self._model.slots}
+            setattr(owner, attribute, {key: value for key, value in saved.items() if key in local_names})
 
         def joined(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             return {key: value for of_rank in saved for key, value in of_rank.items()}
@@ -270,7 +270,7 @@ class State:
             )
         )  # fmt: skip
         compressors = [feedback.compressor for feedback in owned]
-        elementwise = compressors[0].elementwise
+        elementwise = compressors[0].elementwise  # attributes that are tensors like the residual
 
         def coders() -> list[dict[str, Any]]:
             return [{k: v for k, v in c.state_dict().items() if k not in elementwise} for c in compressors]
@@ -327,6 +327,7 @@ class State:
             follow()
 
     def _load(self, saved: Mapping[str, Any]) -> None:
+        # Load all declared values; those that `saved` may lack start again.
         self.loaded.clear()
         for name, spec in self.specs.items():
             if name in saved:
@@ -357,7 +358,7 @@ class State:
     def reshard(
         self, of_ranks: Callable[[str], Sequence[Any]], slices: Callable[[StateSpec], Any], *, same: bool
     ) -> dict[str, Any]:
-        """Merge the values that other ranks saved into this rank's values; omit those that start from initial values.
+        """Return this rank's values for `load`, merged from all saved ranks'; omit those that get initial values.
 
         Args:
             of_ranks: returns the saved ranks' values of a name, without ranks that lack it.

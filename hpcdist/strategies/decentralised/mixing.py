@@ -69,10 +69,7 @@ class Mixing:
         return bool(self._requests)
 
     def start(self, tensors: Sequence[Tensor], step: int) -> None:
-        """Collective. Start sending flat `tensors` to the neighbours of `step`.
-
-        Never blocks. The tensors must not change until `finish`.
-        """
+        """Collective. Start sending flat `tensors` to the neighbours of `step`; they must not change until `finish`."""
         sources, destinations = self._peers(step)
         exchange = self._static or Messages(self._comm, sources, destinations)
         lengths = [len(sources) * tensor.numel() for tensor in tensors]
@@ -91,7 +88,7 @@ class Mixing:
         Args:
             add_to: tensors to which the result is added while it is in the cache, or none.
         """
-        self.drop()
+        self.drop()  # only waits here: the received tensors stay
         weights = self._topology.in_neighbours(self._comm.rank, self._step)
         if self._identity_weight:
             weights = {peer: (1 - self._identity_weight) * weight for peer, weight in weights.items()}
@@ -103,7 +100,7 @@ class Mixing:
                 for local, as_sent, *parts in alongside(tensor, sent, *remote, *add_to[index : index + 1]):
                     weighted = list(zip(weights.values(), parts))
                     if sent.dtype != tensor.dtype:
-                        local.sub_(as_sent, alpha=1 - local_weight)
+                        local.sub_(as_sent, alpha=1 - local_weight)  # the rounding error stays in full
                         for weight, part in weighted:
                             local.add_(part, alpha=weight)
                     else:
@@ -113,7 +110,7 @@ class Mixing:
                             local.lerp_(part, weight / total)  # by differences: equal values stay the same to the bit
                         if not math.isclose(total, 1):  # only columns of W add up to 1
                             local.mul_(total)
-                    for target in parts[len(weighted) :]:
+                    for target in parts[len(weighted) :]:  # the chunk of `add_to`, if any
                         target.add_(local)
 
     def mix(self, tensors: Sequence[Tensor], step: int, add_to: Sequence[Tensor] = ()) -> None:

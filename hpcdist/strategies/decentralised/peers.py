@@ -9,7 +9,7 @@ when all ranks shrink the group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -71,7 +71,6 @@ class MixingConfig(WireConfig, PeersConfig):
     D-PSGD; the local optimiser then steps from the averaged parameters.
     """
 
-    _former: ClassVar = {"draw_self": "include_self"}
     interval: int = Field(1, ge=1, description="steps between averages")
     order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
     include_self: bool = Field(True, description="a rank may choose itself, as in the paper: then it does not average")
@@ -100,6 +99,7 @@ class Peers:
         return tuple(rank for rank in alive if rank not in dead) if dead else alive
 
     def _name_lost(self) -> list[str]:
+        # Return an event for each rank found to have failed since the last call.
         lost = set(range(self._comm.size)).difference(self.present, self._named)
         self._named |= lost
         return [f"goes on without rank {rank}: it has died" for rank in sorted(lost)]
@@ -119,13 +119,13 @@ class Peers:
         """
         arriving: list[Request] = []
         leaving: list[Request] = []
-        requests = [self.survives(lambda t=t: arriving.append(self._comm.irecv(t, source))) for t in received]
+        started = [self.survives(lambda t=t: arriving.append(self._comm.irecv(t, source))) for t in received]
         for tensor in sent:
             self.survives(lambda t=tensor: leaving.append(self._comm.isend(t, dest)))
         completed = [self.survives(request.wait) for request in arriving]
         for request in leaving:
             self.survives(request.wait)
-        return all(requests) and all(completed)
+        return all(started) and all(completed)
 
 
 class Wire:

@@ -20,7 +20,7 @@ LEAST_CURVATURE = 1e-10  # of a pair's s·y over |s||y|
 
 @dataclass
 class CurvaturePair:
-    """A pair of a step s and the gradient's change y along it: their vectors' position, s·y and y·y."""
+    """A pair of a step s and the gradient's change y along it: the numbers of their vectors, s·y and y·y."""
 
     place: int
     sy: float
@@ -36,11 +36,11 @@ class CurvaturePair:
 
 
 class CurvaturePairs:
-    """Keep the newest pairs (s, y), at most `limit` of them. The vectors lie elsewhere; scalars alone are here.
+    """Keep the newest pairs (s, y), at most `limit`. The vectors are on the shards, only scalars are here.
 
     Attributes:
-        kept: the oldest one first.
-        spare: where the next pair is made, before it is added.
+        kept: the pairs, oldest first.
+        spare: the next pair, whose vectors are computed before it is added.
     """
 
     def __init__(self, vectors: RemoteVectors | LocalVectors, limit: int):
@@ -59,10 +59,7 @@ class CurvaturePairs:
         return True
 
     def direction(self, into: int, gradient: int) -> None:
-        """Compute −H·gradient, where H stands for the inverse Hessian: algorithm 7.4 of Nocedal and Wright.
-
-        4m operations for m pairs, every other one with a result.
-        """
+        """Set `into` to −H·gradient, for the approximate inverse Hessian H: algorithm 7.4 of Nocedal and Wright."""
         vectors, alphas = self._vectors, []
         vectors.copy(into, gradient)
         for pair in reversed(self.kept):
@@ -75,7 +72,7 @@ class CurvaturePairs:
         vectors.scale(into, -1.0)
 
     def load(self, saved: Sequence[tuple[int, float, float]]) -> None:
-        """Load saved pairs; a smaller limit drops pairs."""
+        """Load saved pairs (place, s·y, y·y); a smaller limit than that of the saved run drops pairs."""
         kept = [CurvaturePair(place, sy, yy) for place, sy, yy in saved if place <= self.limit]
         self.kept = kept[-self.limit :]
         if len(self.kept) < len(saved):
@@ -96,9 +93,9 @@ class LbfgsSettings:
     """The settings of the algorithm, see `Sandblaster.Config`.
 
     Args:
-        first_length: the longest first step where there is no history.
-        resolution: relative difference of losses below which they count as equal.
-        skips: goes on without a step where loss or gradient are not finite at its beginning.
+        first_length: the longest first step without history.
+        resolution: relative difference of losses up to which they count as equal.
+        skips: skip a step whose first loss or gradient is not finite.
     """
 
     history: int
@@ -111,10 +108,10 @@ class LbfgsSettings:
 
 
 class StepEnd(NamedTuple):
-    """The end of a step: the loss at its beginning, and an event's text where something was out of the ordinary.
+    """The end of a step: the loss at its start, and the text of an event, if there was one.
 
     Args:
-        returned: POINT is where the step began, at which the loss has not been evaluated last.
+        returned: the step was given up: POINT is its start again, but the last evaluation was at another point.
     """
 
     loss: float
@@ -122,21 +119,21 @@ class StepEnd(NamedTuple):
     returned: bool = False
 
 
-Steps = Generator[None, float, StepEnd]  # yields where the loss at POINT is to be evaluated, and is sent it
+Steps = Generator[None, float, StepEnd]  # yields when the loss at POINT is needed, and receives it by `send`
 
 
 class Lbfgs:
     """Minimise a loss that others evaluate, step by step.
 
     Args:
-        vectors: where parameters, gradients and history lie.
+        vectors: parameters, gradients and history, on the shards.
     """
 
     def __init__(self, settings: LbfgsSettings, vectors: RemoteVectors):
         self._settings, self._vectors = settings, vectors
         self._pairs = CurvaturePairs(vectors, settings.history)
-        self._known: float | None = None  # the loss at X on the whole data set, whose gradient is there
-        self._pending = 0  # so many samples of the next batch give the y of the spare pair, which has its s; 0: none
+        self._known: float | None = None  # the loss at X, if the next step can use it; its gradient is in GRADIENT
+        self._pending = 0  # first samples of the next batch, for the y of the spare pair, which has its s; 0: no pair
 
     def load_model(self) -> None:
         """Load parameters that the loop has changed, and reset what depends on the old ones."""
@@ -145,13 +142,13 @@ class Lbfgs:
             self._known, self._pending = None, 0
 
     def step(self, batch: JointBatch, number: int) -> Steps:
-        """Take a step on a batch; yield where the loss at POINT is to be evaluated, with its gradient in SUM.
+        """Take a step on a batch; yield whenever the loss at POINT is needed, with its gradient in SUM.
 
         Args:
-            number: of the step, for messages.
+            number: number of the step, for messages.
 
         Raises:
-            NonFiniteError: loss or gradient are not finite at the step's beginning, and it is not to be left out.
+            NonFiniteError: the first loss or gradient is not finite, and such a step is not to be skipped.
         """
         vectors = self._vectors
         if not batch.whole or self._known is None:
@@ -163,7 +160,7 @@ class Lbfgs:
             self._known, self._pending = None, 0
             return StepEnd(loss, self._refuse(number))
         self._add_pair_on_overlap(batch)
-        moved = square == 0.0 or (yield from self._move(batch, loss, square))
+        moved = square == 0.0 or (yield from self._move(batch, loss, square))  # gradient 0: stay at this minimum
         if not batch.whole:
             self._known = None
         if moved:
@@ -172,7 +169,7 @@ class Lbfgs:
         return StepEnd(loss, text, returned=True)
 
     def _move(self, batch: JointBatch, loss: float, square: float) -> Generator[None, float, bool]:
-        """Search along L-BFGS's direction for the next point, and add a pair; return whether there is such a point."""
+        """Search along L-BFGS's direction, move X to the point found, and add a pair; return False if none is found."""
         vectors, pairs = self._vectors, self._pairs
         pairs.direction(ops.DIRECTION, ops.GRADIENT)
         slope = vectors.dot(ops.GRADIENT, ops.DIRECTION)
@@ -202,7 +199,7 @@ class Lbfgs:
     def _search(
         self, batch: JointBatch, loss: float, slope: float, norm: float
     ) -> Generator[None, float, SearchPoint | None]:
-        """Search for the step's length; leaves its point in POINT and the gradient there in SUM."""
+        """Search for the step's length; leave its point in POINT and the gradient there in SUM. None: not found."""
         vectors, settings = self._vectors, self._settings
         first = 1.0 if self._pairs.kept else min(1.0, settings.first_length / norm)
         search = strong_wolfe(
@@ -213,16 +210,16 @@ class Lbfgs:
         while True:
             vectors.copy(ops.POINT, ops.X)
             vectors.axpy(ops.POINT, ops.DIRECTION, length)
-            there = yield
+            loss_there = yield
             try:
-                length = search.send((there, vectors.dot(ops.SUM, ops.DIRECTION)))
+                length = search.send((loss_there, vectors.dot(ops.SUM, ops.DIRECTION)))
             except StopIteration as end:
                 return end.value
 
     def _add_pair_on_overlap(self, batch: JointBatch) -> None:
-        """Add the pair whose y is of the samples that this batch shares with the one before, at both points.
+        """Add the pending pair, with the y of the samples that this batch shares with the last one.
 
-        Where it shares others than were foreseen, as on another number of workers, there is no y, and no pair is added.
+        If it shares another number of samples than expected, as after a change of the workers, the pair is dropped.
         """
         vectors = self._vectors
         if self._pending and self._pending == batch.head:
@@ -258,5 +255,5 @@ class Lbfgs:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._known = state["known"]
         self._pairs.load(state["pairs"])
-        if state["spare"] <= self._pairs.limit:  # else the s of the pair in the making is dropped, too
+        if state["spare"] <= self._pairs.limit:  # else the spare pair, with its s, is dropped, too
             self._pending, self._pairs.spare.place = state["pending"], state["spare"]

@@ -29,7 +29,7 @@ class LbfgsRoles:
 
 
 def assign_lbfgs(size: int, servers: int) -> LbfgsRoles:
-    """Assign roles to `size` ranks. One rank is everything; of two the first is coordinator and shard.
+    """Assign roles to `size` ranks. One rank has all roles; of two ranks the first is coordinator and shard.
 
     Raises:
         ConfigError: no rank is left to be a worker.
@@ -49,7 +49,7 @@ WORK, DONE = range(2)  # replies to workers
 
 @dataclass
 class LossEvaluation:
-    """An evaluation of the loss: its portions, and the losses of computed portions."""
+    """An evaluation of the loss for a step: its portions, and their weighted losses, 0 before they are computed."""
 
     steps: Steps
     division: Division
@@ -60,37 +60,38 @@ class LossEvaluation:
 class Coordinator:
     """Assigns the portions of the algorithm's evaluations to workers.
 
-    Holds no thread and does not communicate by itself: `receive` takes a worker's message, and `take_replies` returns
-    what is to be sent.
+    It does not communicate: `receive` takes a worker's message, and `take_replies` returns replies of three numbers:
+    WORK, evaluation, portion; or DONE, the step's loss, and the last evaluation if it was at the new point, else 0.
 
     Args:
-        count: portions into which a batch is cut.
+        count: number of portions of a batch.
         vectors: on the shards, which sum the gradients of an evaluation.
-        report: is given the number of steps and, where something was out of the ordinary, an event's text.
+        report: receives a number of completed steps, and the text of an event or None.
 
     Attributes:
-        clock: how many steps have been taken.
-        evaluations: how many evaluations of the loss so far.
+        clock: number of completed steps.
+        evaluations: number of evaluations of the loss so far; the current one has this number.
     """
 
     def __init__(self, algorithm: Lbfgs, vectors: RemoteVectors, count: int, report: Callable[[int, str | None], None]):
         self._algorithm, self._vectors, self._count, self._report = algorithm, vectors, count, report
         self.clock = self.evaluations = 0
         self._batch = JointBatch(1)
-        self._in_flight: LossEvaluation | None = None  # of the step under way; None between steps
+        self._in_flight: LossEvaluation | None = None  # the current one; None between steps
         self._pace = Pace()
-        self._idle: dict[int, int] = {}  # workers that wait: the step that they are in
+        self._idle: dict[int, int] = {}  # waiting workers, with the number of steps they have completed
         self._done: list[float] = [DONE, 0.0, 0.0]
 
     # --- workers --------------------------------------------------------------------------------------------------
     def receive(
         self, now: float, worker: int, clock: float, evaluation: float, portion: float, loss: float, *batch: float
     ) -> None:
-        """Take a worker's message: it is idle in step `clock`, and has perhaps computed a portion of an evaluation.
+        """Take a message of an idle worker, with the loss of a portion that it has computed; `evaluation` = 0: none.
 
         Args:
             now: the time, in seconds.
-            batch: the numbers of the step's `JointBatch`.
+            clock: number of steps that the worker has completed.
+            batch: the fields of the step's `JointBatch`.
         """
         self._idle[worker] = int(clock)
         self._pace.end(worker, now)
@@ -98,19 +99,19 @@ class Coordinator:
             samples, head, tail, whole = map(int, batch)
             self._batch = JointBatch(samples, head=head, tail=tail, whole=bool(whole))
             self._go_on(self._algorithm.step(self._batch, self.clock + 1), None)
-        here, index = self._in_flight, int(portion)
-        if here is None or not evaluation or evaluation != self.evaluations or not here.portions.take(index):
-            return
-        here.losses[index] = loss * here.division.weight(index)
-        if here.portions.is_complete:
-            self._go_on(here.steps, math.fsum(here.losses) if all(map(math.isfinite, here.losses)) else math.nan)
+        latest, index = self._in_flight, int(portion)
+        if latest is None or not evaluation or evaluation != self.evaluations or not latest.portions.take(index):
+            return  # no result, an old one, or one that another worker has sent before
+        latest.losses[index] = loss * latest.division.weight(index)
+        if latest.portions.is_complete:
+            self._go_on(latest.steps, math.fsum(latest.losses) if all(map(math.isfinite, latest.losses)) else math.nan)
 
     def patience_s(self, now: float) -> float | None:
         """Return the seconds after which to call `take_replies` without a new message; None: never."""
         if not self._idle or self._in_flight is None:
             return None
         due = self._pace.due(now).values()
-        return min(due) - now if due else None  # all that compute are late: only a message helps
+        return min(due) - now if due else None  # all computing workers are late: wait for a message
 
     def take_replies(self, now: float) -> list[tuple[int, list[float]]]:
         """Return replies to idle workers that get a portion, or whose step is done."""
@@ -135,7 +136,7 @@ class Coordinator:
             self._in_flight.portions.forget(workers)
 
     def _go_on(self, steps: Steps, loss: float | None) -> None:
-        """Continue the step, once an evaluation is complete, to the next evaluation or the end."""
+        """Continue the step with an evaluation's loss, or start it (None), up to the next evaluation or its end."""
         try:
             next(steps) if loss is None else steps.send(loss)
         except StopIteration as end:
@@ -174,30 +175,23 @@ Closure = Callable[[slice], Any]  # runs the backward pass of a portion, and ret
 
 
 class PortionWorker:
-    """Fetch the point, compute a portion's loss and gradient there, push these, and ask for the next.
+    """Fetch the point, compute a portion's loss and gradient there, push them, and ask for the next portion.
 
     Args:
-        count: into how many portions a batch is cut.
-        seed: of the random numbers that a portion's forward pass draws: in every evaluation of a step the same, so
-            that the loss is one function, whoever computes it.
-        push: brings (evaluation, portion, weight) and the gradients in the model to all shards, which have counted them
-            when it returns.
-        ask: sends a message to the coordinator, and returns its reply.
+        count: number of portions of a batch.
+        seed: seed of dropout and other random layers: a portion has the same random numbers in all evaluations of a
+            step and on all workers, so that the loss is one function.
+        push: sends (evaluation, portion, weight) and the model's gradients to all shards; returns once they are added.
+        ask: sends a message to the coordinator, and returns its reply, see `Coordinator`.
 
     Attributes:
-        clock: how many steps have been taken.
+        clock: number of completed steps.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        model: FlatModel,
-        point: SharedPoint,
-        count: int,
-        seed: int,
-        push: Callable[[int, int, float], None],
-        ask: Callable[[Sequence[float]], list[float]],
-    ):
+        self, comm: Communicator, model: FlatModel, point: SharedPoint, count: int, seed: int,
+        push: Callable[[int, int, float], None], ask: Callable[[Sequence[float]], list[float]],
+    ):  # fmt: skip
         self._comm, self._model, self._shared, self._count, self._seed = comm, model, point, count, seed
         self._push, self._ask = push, ask
         self._devices = {flat.device for flat in model.params if flat.is_cuda}
@@ -205,15 +199,15 @@ class PortionWorker:
         self._point = 0  # the evaluation whose point is in the model
 
     def step(self, closure: Closure, batch: JointBatch) -> float:
-        """Compute portions of a batch until the step is done; return the loss at its start."""
+        """Compute portions of a batch until the step is complete; return the loss at its start."""
         division = divide(batch, self._count)
         numbers = [batch.samples, batch.head, batch.tail, batch.whole]
-        report: list[float] = [0, 0, 0.0]
+        report: list[float] = [0, 0, 0.0]  # the last result: evaluation (0: none), portion, loss
         while True:
             kind, *reply = self._ask([self.clock, *report, *numbers])
             if kind == DONE:
                 loss, evaluation = reply
-                self.clock += 1  # others may be further: their next steps are done when this worker comes to them
+                self.clock += 1  # even if the coordinator has completed later steps: it replies DONE to each
                 self.fetch(int(evaluation))
                 return loss
             evaluation, index = map(int, reply)
@@ -229,11 +223,12 @@ class PortionWorker:
             self._point = evaluation
 
     def _compute(self, closure: Closure, portion: slice, index: int) -> float:
+        # Leave the gradients of a portion in the model; return its loss.
         for slot in self._model.slots:
             slot.tensor.grad = None
         with torch.enable_grad(), self._comm.trace.span("portion", "compute", samples=portion.stop - portion.start):
             with torch.random.fork_rng(self._devices):
-                torch.manual_seed(hash((self._seed, self.clock, index)) % 2**63)  # of whole numbers: alike everywhere
+                torch.manual_seed(hash((self._seed, self.clock, index)) % 2**63)  # of integers: equal in all processes
                 loss = torch.as_tensor(closure(portion), dtype=torch.float64).item()
         self._model.gradients.collect()
         return loss

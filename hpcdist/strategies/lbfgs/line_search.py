@@ -25,25 +25,18 @@ Search = Generator[float, tuple[float, float], SearchPoint | None]
 
 
 def strong_wolfe(
-    loss: float,
-    slope: float,
-    first: float,
-    *,
-    c1: float,
-    c2: float,
-    evaluations: int,
-    noise: float = 0.0,
+    loss: float, slope: float, first: float, *, c1: float, c2: float, evaluations: int, noise: float = 0.0,
     longest: float = math.inf,
-) -> Search:
-    """Yield step lengths to try, be sent (loss, slope) at each, and return the one to take: the last one tried.
+) -> Search:  # fmt: skip
+    """Yield step lengths to try, receive (loss, slope) at each by `send`, and return the last one, which is the result.
 
-    It satisfies f(α) ≤ f(0) + c₁αf'(0) and |f'(α)| ≤ c₂|f'(0)|; after so many `evaluations` the former alone; or it
-    is None, where not even that was found. A trial that is not finite counts as too far.
+    It satisfies f(α) ≤ f(0) + c₁αf'(0) and |f'(α)| ≤ c₂|f'(0)|; after all `evaluations` perhaps only the former; None
+    if no trial did. A trial that is not finite counts as too far.
 
     Args:
         loss, slope: at length 0; the slope is negative.
         first: the first length tried.
-        longest: a length that is not gone beyond, and at which the slope may be steeper.
+        longest: the largest length; there the slope may be steeper.
         noise: differences of the loss up to which it counts as equal.
 
     Reference: Jorge Nocedal, Stephen Wright, "Numerical optimization", 2nd edition 2006, algorithms 3.5 and 3.6.
@@ -57,7 +50,7 @@ def strong_wolfe(
     def flat(trial: SearchPoint) -> bool:
         return abs(trial.slope) <= -c2 * slope
 
-    low = high = start
+    low = high = start  # `low` is the best point so far with the first property
     while evaluations > 0:  # until a minimum lies between `low` and `high`
         here = SearchPoint(length, *(yield length))
         evaluations -= 1
@@ -90,12 +83,12 @@ def strong_wolfe(
     if low is start:
         return None
     if low is not last:
-        yield low.length  # so that its gradient is the one that is there
+        yield low.length  # again, so that the caller has its gradient
     return low
 
 
 def _beyond(before: SearchPoint, here: SearchPoint) -> float:
-    """Return a longer step: the minimum of the cubic through both, within bounds."""
+    """Return a longer step: the minimum of the cubic through both, but 1.1 to 10 times as long as `here`."""
     least, most = 1.1 * here.length, 10 * here.length
     return min(max(_cubic_minimum(before, here, default=most), least), most)
 
@@ -112,7 +105,7 @@ def _between(low: SearchPoint, high: SearchPoint) -> float:
 
 
 def _cubic_minimum(a: SearchPoint, b: SearchPoint, default: float) -> float:
-    """Return where the cubic with the values and slopes of both has its minimum, equation 3.59."""
+    """Return where the cubic with the losses and slopes of both has its minimum, equation 3.59; else `default`."""
     if a.length == b.length:
         return default
     d1 = a.slope + b.slope - 3 * (a.loss - b.loss) / (a.length - b.length)

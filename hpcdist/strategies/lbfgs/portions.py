@@ -32,11 +32,11 @@ class Pace:
         since = self._since.pop(worker, None)
         if since is None:
             return
-        seconds, before = now - since, self.mean_s(worker)
-        if before:
-            self._ratios.append(seconds / before)
-            longest = sorted(self._ratios)[4 * (len(self._ratios) - 1) // 5]
-            self._slack = max(1.0, longest) * (1 + ROUNDING)
+        seconds, expected_s = now - since, self.mean_s(worker)
+        if expected_s:
+            self._ratios.append(seconds / expected_s)
+            quantile = sorted(self._ratios)[4 * (len(self._ratios) - 1) // 5]
+            self._slack = max(1.0, quantile) * (1 + ROUNDING)
         self._ended[worker] = now
         self._mean_s[worker] = seconds + 0.75 * (self._mean_s.get(worker, seconds) - seconds)
 
@@ -64,7 +64,7 @@ class Pace:
         return self._since[worker] + self.mean_s(worker)
 
     def due(self, now: float) -> dict[int, float]:
-        """Return the latest expected end of each computing worker that is not late."""
+        """Return by when each computing worker should have a result, see `most_s`; late workers are omitted."""
         due = {worker: since + self.most_s(worker) for worker, since in self._since.items()}
         return {worker: until for worker, until in due.items() if until > now}
 
@@ -121,14 +121,14 @@ class Division:
 def divide(batch: JointBatch, count: int) -> Division:
     """Split a batch into about `count` nonempty portions of about equal size, within head, middle and tail."""
     ends = [batch.head, batch.samples - batch.tail, batch.samples]
-    bounds, chunks = [0], []
+    bounds, counts = [0], []
     for end in ends:
         start = bounds[-1]
         length = end - start
         max_count = min(length, max(1, length // LEAST))
-        chunks.append(min(max_count, max(1, round(count * length / batch.samples))))
-        bounds += [start + length * (i + 1) // chunks[-1] for i in range(chunks[-1])]
-    return Division(tuple(bounds), heads=chunks[0], tails=chunks[2])
+        counts.append(min(max_count, max(1, round(count * length / batch.samples))))
+        bounds += [start + length * (i + 1) // counts[-1] for i in range(counts[-1])]
+    return Division(tuple(bounds), heads=counts[0], tails=counts[2])
 
 
 class Portions:

@@ -12,9 +12,10 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.state import State, copy_all
 from hpcdist.strategies.server.placement import Shard, create_shards
 
-# The numbers of the vectors. Pairs (s, y) of the history follow, see `CurvaturePairs`.
+# The numbers of the vectors. POINT: where the loss is evaluated; X: the parameters; GRADIENT: at X; SUM: at POINT;
+# HEAD, TAIL: SUM over samples shared with the last, the next batch; KEPT: TAIL at the last step's start. Then pairs.
 POINT, X, GRADIENT, DIRECTION, SUM, HEAD, TAIL, KEPT, PAIRS = range(9)
-# Operations: each is sent as its code and four numbers.
+# Operations, see `RemoteVectors`: each is sent as its code and four numbers.
 COPY, SCALE, AXPY, DOT, GATHER, LOAD_MODEL, FINISH = range(7)
 RETURNING = (DOT, LOAD_MODEL)  # the operations that have a result
 FIELDS = 5  # of one operation
@@ -41,7 +42,7 @@ class LocalVectors:
         return self._parts[number]
 
     def dot(self, a: int, b: int) -> float:
-        """Compute the inner product in float64."""
+        """Return the inner product, computed in float64."""
         return sum(torch.dot(left.double(), right.double()).item() for left, right in zip(self[a], self[b]))
 
     def axpy(self, into: int, vector: int, factor: float) -> None:
@@ -65,7 +66,7 @@ class RemoteVectors:
     """Sends operations to shards. Operations without a result are queued, and sent with the next one with a result.
 
     Args:
-        call: sends the words of operations to all shards, and returns the sums over the shards of their results.
+        call: sends the numbers of operations to all shards, and returns each result, summed over the shards.
     """
 
     def __init__(self, call: Callable[[list[float]], list[float]]):
@@ -95,7 +96,7 @@ class RemoteVectors:
         return self.flush()[-1]
 
     def flush(self) -> list[float]:
-        """Send the queue; return the results once all shards have run it."""
+        """Send the queue; return the summed results of its operations once all shards have run it."""
         operations, self._queue = self._queue, []
         return self._call(operations) if operations else []
 
@@ -109,7 +110,7 @@ class SharedPoint:
 
     Attributes:
         shards: the shard of each rank.
-        own: this shard's part of the point; empty on other ranks.
+        own: this rank's part of the point, one tensor per flat parameter; empty ones on ranks without a shard.
     """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int], params: Sequence[Tensor]):
@@ -127,7 +128,7 @@ class SharedPoint:
 
     def close(self) -> None:
         """Collective. Close the windows."""
-        self.own = []  # their memory goes
+        self.own = []  # views of the windows' memory
         for window in self._windows:
             window.close()
 
@@ -173,6 +174,7 @@ class HistoryShard:
             self._add(*self._early.pop(self._next))
 
     def _add(self, weight: float, parts: Sequence[Tensor]) -> None:
+        # Add the gradient of portion `_next`; to HEAD or TAIL, too, if it is of the batch's head or tail.
         sums = [SUM] + [HEAD] * (self._next < self._heads)
         for number in sums + [TAIL] * (self._next >= self._count - self._tails):
             for total, part in zip(self.vectors[number], parts, strict=True):
@@ -181,7 +183,7 @@ class HistoryShard:
 
     # --- operations -----------------------------------------------------------------------------------------------
     def run(self, operations: Sequence[float]) -> list[float]:
-        """Run operations; return the results of operations with a result."""
+        """Run operations, FIELDS numbers each; return the results of those with a result."""
         results = []
         for offset in range(0, len(operations), FIELDS):
             code, a, b, factor, more = operations[offset : offset + FIELDS]
@@ -202,14 +204,14 @@ class HistoryShard:
         elif code == COPY:
             self.vectors.copy(a, b)
         elif code == GATHER:
-            self._gather(a, b, int(factor), more)
+            self._gather(a, b, int(factor), more)  # its own four numbers, in the same fields
         elif code == FINISH:
             self.show()
             self.has_finished = True
         return None
 
     def _gather(self, evaluation: int, count: int, heads: int, tails: int) -> None:
-        """Start the sums of another evaluation."""
+        """Start the sums of another evaluation, of `count` portions: `heads` of the head, `tails` of the tail."""
         self._evaluation, self._count, self._heads, self._tails = evaluation, count, heads, tails
         self._next = 0
         self._early.clear()
@@ -219,10 +221,10 @@ class HistoryShard:
 
     def _load_model(self) -> float:
         """Copy the model's parameters to X and POINT; return 1 if the loop has changed them, else 0."""
-        own, there = self._shard.of(self._model.params), self.vectors[X]
-        same = all(torch.equal(mine, part.to(mine)) for mine, part in zip(own, there, strict=True))
+        params, x = self._shard.of(self._model.params), self.vectors[X]
+        same = all(torch.equal(param, part.to(param)) for param, part in zip(params, x, strict=True))
         if not same:
-            self.vectors.fill(X, own)
+            self.vectors.fill(X, params)
         self.vectors.copy(POINT, X)
         return 0.0 if same else 1.0
 

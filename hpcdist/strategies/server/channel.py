@@ -108,23 +108,15 @@ class RequestChannel:
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        roles: Roles,
-        shards: Mapping[int, Shard],
-        templates: Sequence[Tensor],
-        names: int,
-        clocks: int = 1,
-        up: OpenSlots = TensorSlots,
-        down: OpenSlots = TensorSlots,
-        values: int = 0,
-        replies: Sequence[Tensor] | None = None,
-        without_tensors: Collection[int] = (),
-    ):
+        self, comm: Communicator, roles: Roles, shards: Mapping[int, Shard], templates: Sequence[Tensor], names: int,
+        clocks: int = 1, up: OpenSlots = TensorSlots, down: OpenSlots = TensorSlots, values: int = 0,
+        replies: Sequence[Tensor] | None = None, without_tensors: Collection[int] = (),
+    ):  # fmt: skip
         self.comm, self.shards, self.roles, rank = comm, shards, roles, comm.rank
         self.parents, self.children = roles.parents.get(rank, ()), roles.children(rank)
         count, stamps = len(self.children), [torch.zeros(names, dtype=torch.bool), torch.zeros(values, dtype=WIDE)]
 
+        # What a child and a parent exchange: tensors of requests, tensors of replies, flags and hyper-parameters.
         def requested(child: int, parent: int) -> Shard:
             return Shard(((0, 0),) * len(templates)) if child in without_tensors else shards[parent]
 
@@ -141,10 +133,8 @@ class RequestChannel:
             return [(parent, covers(child, parent)) for parent in roles.parents.get(child, ())]
 
         self.up = up(comm, templates, partial(from_children, covers=requested), from_parents(rank, requested))
-        templates_of_replies = templates if replies is None else replies
-        self.down = down(
-            comm, templates_of_replies, partial(from_parents, covers=replied), from_children(rank, replied)
-        )
+        reply_templates = templates if replies is None else replies
+        self.down = down(comm, reply_templates, partial(from_parents, covers=replied), from_children(rank, replied))
         self.count_at = LENGTHS + self.up.n_lengths
         self._fields_per_slot = self.count_at + 1 + clocks
         self._fields_per_reply = REPLY + self.down.n_lengths
@@ -209,19 +199,16 @@ class Client:
         self.on_wait: Callable[[], None] | None = None
 
     def push(
-        self,
-        kind: int,
-        clocks: Sequence[Sequence[int]] | None = None,
-        tensors: Sequence[Tensor] = (),
-        used: Tensor | None = None,
-        weight: float = 0.0,
-        values: Sequence[float] = (),
-    ) -> None:
+        self, kind: int, clocks: Sequence[Sequence[int]] | None = None, tensors: Sequence[Tensor] = (),
+        used: Tensor | None = None, weight: float = 0.0, values: Sequence[float] = (),
+    ) -> None:  # fmt: skip
         """Copy a request into this rank's slot at every parent. All parents must have replied to the last request.
 
         Args:
             clocks: for each parent, the clocks of the gradients in the request.
             tensors: the whole request; each parent gets its shard. Empty: keep the contents of the slots.
+            used: which parameters have a gradient. None: keep the contents of the slots.
+            weight: the sum of the gradients' weights.
             values: hyper-parameters. Empty: keep the contents of the slots.
         """
         channel = self._channel
@@ -239,6 +226,7 @@ class Client:
             puts.append(channel.put(parent, offset + KIND, kind, *weight_bits, *lengths, len(stamps), *stamps))
         self._comm.put_all(puts)
         self.pushed += 1
+        # Last, because parents see a request when its ticket arrives.
         tickets = [
             (parent, offset, channel.header.fetch_add(1, parent) + 1) for parent, offset in self._slots_at_parents
         ]
@@ -262,7 +250,7 @@ class Client:
         if down.n_lengths and self._decoded < self.pushed:
             self._decoded = self.pushed
             for parent, header in zip(self._channel.parents, replies):
-                list(down.read(parent, header[REPLY:].tolist()))
+                list(down.read(parent, header[REPLY:].tolist()))  # decodes into `down.whole`
         heads = replies.tolist()
         waited_for = {head[BLOCKER]: head[HELD_US] * 1e-6 for head in heads if head[BLOCKER] != NOBODY}
         return Replies([head[CLOCK] for head in heads], waited_for)
@@ -389,7 +377,7 @@ class Inbox:
             yield channel.put(child, offset + COUNT, self._replied[slot])
 
     def _late(self, what: str, waited_s: float) -> DeadlineError:
-        """Return an error with the ranks that this rank waits for, and the whereabouts of all ranks."""
+        """Return an error with the ranks that this rank waits for, and the line of code where each rank is."""
         now_s = self._comm.now()
         silent_ranks = ", ".join(f"rank {child} (silent for {now_s - since:.1f} s)" for child, since in self._owing())
         missing = ", ".join(map(str, self._client.missing()))
@@ -403,6 +391,6 @@ class Inbox:
         """Return the children whose request is due, and since when: they have a reply and have not paused."""
         dead, children = self._comm.failures.failed(), self._channel.children
         alive = [(child, paused) for child, paused in zip(children, self._paused) if child not in dead]
-        period = min((paused for _, paused in alive), default=0)
+        period = min((paused for _, paused in alive), default=0)  # a child with more pauses has ended it
         owing = [child for child, paused in alive if child not in self.pending and paused == period]
         return [(child, self.since_s[child]) for child in owing]

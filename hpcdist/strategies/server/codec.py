@@ -95,18 +95,14 @@ class Encoder:
         self._feedbacks = [Feedback(coder, part, config.error_feedback, part) for coder, part in coders]
 
     def encode(self, parts: Sequence[Tensor], used: Used = None) -> tuple[list[Tensor], list[int]]:
-        """Return the messages to send, and their lengths, or WHOLE."""
+        """Return a message for each part, and its length, or WHOLE if it is uncompressed."""
         self.sent += 1
         whole = self._whole or self.sent <= self._warmup
         messages = []
         for part, kept, feedback in zip(parts, self.kept, self._feedbacks, strict=True):
             with only_used([feedback], used if self._content == "gradients" else None):
-                compressed = None if whole or not part.numel() else self._compressed(part, kept, feedback)
-                sent = (
-                    self._uncompressed(part, kept, feedback, whole)
-                    if compressed is None
-                    else (compressed, len(compressed))
-                )
+                coded = None if whole or not part.numel() else self._compressed(part, kept, feedback)
+                sent = self._uncompressed(part, kept, feedback, whole) if coded is None else (coded, len(coded))
                 messages.append(sent)
         return [message for message, _ in messages], [length for _, length in messages]
 
@@ -119,8 +115,8 @@ class Encoder:
                 return message
             compressor.add(message, kept)  # undo: back to the residual
             return None
-        lacks = part.to(kept) - kept if self._content == "values" else part.to(kept, copy=True)
-        message = compressor.encode_residual_(lacks)
+        to_send = part.to(kept) - kept if self._content == "values" else part.to(kept, copy=True)
+        message = compressor.encode_residual_(to_send)
         if len(message) >= kept.nbytes:
             return None
         if self._content == "values":
@@ -130,12 +126,12 @@ class Encoder:
         return message
 
     def _uncompressed(self, part: Tensor, kept: Tensor, feedback: Feedback, uncompressed: bool) -> tuple[Tensor, int]:
-        """Return the tensor as an uncompressed message, and WHOLE."""
+        """Return the tensor as an uncompressed message, and WHOLE. `uncompressed`: without trying `_compressed`."""
         if self._content != "gradients":
             kept.copy_(part)
         elif uncompressed:
             return feedback.encode(part, whole=True), WHOLE
-        message = kept.clone().view(torch.uint8)
+        message = kept.clone().view(torch.uint8)  # of gradients: the residual, to which `_compressed` has added them
         if self._content == "gradients":
             kept.zero_()
         return message, WHOLE
@@ -171,13 +167,13 @@ class CodedSlots(TensorSlots):
         super().__init__(comm, buffers, sources, dests)
         self._comm, self._codec, self.n_lengths, state = comm, codec, len(templates), codec.state
         local_sources, up, values = sources(comm.rank), codec.name == "requests", codec.content == "values"
-        parents, children = map(dict, (dests, local_sources) if up else (local_sources, dests))
+        parents, children = map(dict, (dests, local_sources) if up else (local_sources, dests))  # rank -> shard
         # On another number of ranks each worker starts with the mean of the saved workers' residuals.
         self.whole = state.sharded(
             f"{codec.name}.whole", tensors=buffers if parents else [], start="parameters" if values else "zeros",
             reshard="worker mean" if codec.content == "gradients" else "start", optional=True,
         )  # fmt: skip
-        self._common: dict[int, list[Tensor]] = {}
+        self._common: dict[int, list[Tensor]] = {}  # by child; only of values each child has its own
         for child, shard in children.items():
             shared = next(iter(self._common.values()), None)
             if shared is None or values:
@@ -189,9 +185,8 @@ class CodedSlots(TensorSlots):
             dest: Encoder(codec, shard, leaving[dest], comm.rank * comm.size + dest, whole=dest == comm.rank)
             for dest, shard in dests
         }
-        shared_coders = (
-            codec.compressors(local_sources[0][1]) if local_sources and up else None
-        )  # the same for all children
+        # All children send the same shard to a rank, so that one list of compressors decodes all requests.
+        shared_coders = codec.compressors(local_sources[0][1]) if local_sources and up else None
         # The decoder of each source's messages, and the tensors that they overwrite or are added to.
         self._decoders = {
             source: (shared_coders or codec.compressors(shard), arriving[source]) for source, shard in local_sources
@@ -250,7 +245,7 @@ class CodedSlots(TensorSlots):
             self._encoders[dest].load_state_dict(state)
 
     def _agree(self) -> None:
-        """Collective. Send the children's values to their parents: n bytes per child."""
+        """Collective. After loading, set parents' copies of the values to their children's: n bytes per child."""
         above = [(parent, t) for parent, tensors in self._common_above.items() for t in tensors if t.numel()]
         sends = [self._comm.isend(tensor, parent) for parent, tensor in above]
         for child, tensors in self._common.items():

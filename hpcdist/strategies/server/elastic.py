@@ -104,14 +104,14 @@ class Centre(Server):
             if moves:
                 for move, pull in zip(moves, pulled, strict=True):
                     move.add_(pull)
-            else:  # the next reply overwrites it
+            else:  # a copy, because the next reply overwrites `pulled`
                 moves = [pull.clone() for pull in pulled] if len(waiting) > 1 else list(pulled)
         for centre, move in zip(self._centre, moves, strict=True):
             centre.add_(move.to(centre.device))
         self.count_update()
 
     def _pull(self, request: ServerRequest, last: ServerRequest) -> Sequence[Tensor]:
-        """Reply with e, from the current centre; return e as the worker decodes it."""
+        """Reply with e, from the current centre; return e as the worker decodes it. `last` arrived last."""
         ends = zip(request.tensors, self._centre, strict=True)
         pulls = [(x.to(c.device) - c).mul_(self._strength).to(c.dtype) for x, c in ends]
         waited = (NOBODY, 0.0) if request is last else (last.source, self.comm.now() - request.since_s)

@@ -197,20 +197,20 @@ class Aggregate:
                 total.div_(divisor)
             if total.data_ptr() != grad.data_ptr():
                 grad.copy_(total)
-        had = self._model.gradients.present() if self._apart else []
+        present = self._model.gradients.present() if self._apart else []
         self._model.gradients.release(self.used & self._owned)
         if clip is not None:
             clip()
         params = self._shard.of(self._model.params) if rate != 1.0 else []
-        before = [p.clone() for p in params]
+        old_params = [p.clone() for p in params]
         # The optimiser changes whole parameters; restore elements outside the shard where its border splits one.
         outside = [self._model.params[group][start:stop] for group, start, stop in self._outside]
         saved = [view.clone() for view in outside]
         update()
         if self._apart:  # the worker's loop may read its gradients
-            self._model.gradients.release(had)
+            self._model.gradients.release(present)
         copy_all(outside, saved)
-        for old, new in zip(before, params):
+        for old, new in zip(old_params, params):
             torch.lerp(old, new, rate, out=new)
         self.forget()
 
@@ -250,7 +250,7 @@ class GradientServer(Server):
         strategy.records.pending = lambda: len(aggregate.clocks)
 
     def holds(self, request: ServerRequest) -> bool:
-        """Return False for a gradient that the policy drops, after replying to it."""
+        """Count a worker's step; return False for a gradient that the policy drops, after replying to it."""
         clock = self.replica.clock
         reason = self.policy.arrived(request.source, clock - min(request.clocks) if request.weight else 0)
         request.added = request.weight == 0.0  # no gradient to add
@@ -274,17 +274,17 @@ class GradientServer(Server):
             self._pass_on()
         elif due and self.aggregate.weights:
             self._update()
-        going, waiting = [], []
+        replies, waiting = [], []
         for gradient in self.waiting:
             if policy.may_go(gradient, active):
                 held_s = self.comm.now() - gradient.since_s if gradient.blocker != NOBODY else 0.0
-                going.append(Reply(gradient, self.replica.clock, parameters, gradient.blocker, held_s))
+                replies.append(Reply(gradient, self.replica.clock, parameters, gradient.blocker, held_s))
             else:
                 if gradient.blocker == NOBODY:
                     gradient.blocker = policy.blocker(active)
                 waiting.append(gradient)
         self.waiting = waiting
-        self.inbox.reply(*going)
+        self.inbox.reply(*replies)
 
     def returned(self, child: int) -> None:
         self.policy.returned(child, self.active())
@@ -301,8 +301,8 @@ class GradientServer(Server):
         values = aggregate.mean_values()[: self._count]
         if values != strategy.hyperparameters.values():
             strategy.hyperparameters.set(values)
-        present = len(self.placement.roles.workers) - len(self.evicted)
-        averaged = present if policy.divides_by_workers else aggregate.total_weight()
+        workers_here = len(self.placement.roles.workers) - len(self.evicted)
+        averaged = workers_here if policy.divides_by_workers else aggregate.total_weight()
         divisor = 1.0 if strategy.adds_up else averaged
         aggregate.apply(strategy.hyperparameters.track_counters(self.update), divisor * rate, rate, self._clip)
         policy.updated(staleness)
@@ -326,7 +326,7 @@ class GradientServer(Server):
         if not self._synchronous:
             return
         values = self.aggregate.values
-        skipped = {rank: int(numbers[-1]) for rank, numbers in values.items()}
+        skipped = {rank: int(numbers[-1]) for rank, numbers in values.items()}  # see `Worker.stamps`
         error = unequal(self.strategy.hyperparameters, values, "every worker")
         error = error or unequal_steps_error(skipped, "batches that were left out")
         if error is not None:

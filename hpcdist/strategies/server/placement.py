@@ -92,7 +92,7 @@ def assign(size: int, servers: Servers = 1, fan_in: int | None = None) -> Roles:
 
 
 def _levels(ranks: int, fan_in: int) -> list[int]:
-    """Return the number of aggregators per level, from the server down; with their workers they are `ranks`."""
+    """Return the number of aggregators per level, from the server down, for as many workers as possible."""
     for workers in range(ranks, 0, -1):
         levels: list[int] = []
         below = workers
@@ -107,7 +107,7 @@ def _levels(ranks: int, fan_in: int) -> list[int]:
 
 
 def _deal(children: tuple[int, ...], parents: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """Assign consecutive children to each parent, in runs that differ by at most one."""
+    """Return each child's parent: consecutive children have the same one, and parents get equally many, up to one."""
     return {child: (parents[i * len(parents) // len(children)],) for i, child in enumerate(children)}
 
 
@@ -147,6 +147,7 @@ def _chunks(span: Span, start: int, stop: int) -> Iterator[Span]:
     if first >= last:
         return
     width = (span.stop - span.start) // span.shape[0] if len(span.shape) > 1 else 1
+    # Rows [top, bottom) are complete.
     top, bottom = (-(-(first - span.start) // width), (last - span.start) // width) if width > 1 else (0, 0)
     if (first, last) == (span.start, span.stop):
         yield Span(first - start, last - start, span.shape, span.number)
@@ -184,9 +185,7 @@ def create_shards(tensors: Sequence[Tensor], count: int, spans: Sequence[Sequenc
     if spans is None:
         cuts = [total * i // count for i in range(count + 1)]  # in bytes
     else:
-        sizes = [
-            (s.stop - s.start) * t.itemsize for t, of_tensor in zip(tensors, spans, strict=True) for s in of_tensor
-        ]
+        sizes = [(s.stop - s.start) * t.itemsize for t, of_flat in zip(tensors, spans, strict=True) for s in of_flat]
         ends = [0, *accumulate(sizes)]
         cuts = [ends[i] for i in _borders(sizes, count)]
     shards = []

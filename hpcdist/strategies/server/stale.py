@@ -96,8 +96,8 @@ class StalePolicy(Policy):
             return 1.0
         last = self.measured[-self._config.modulation_window :]
         mean = sum(last) / max(1, len(last))
-        known = {"expected": self._expected, "measured": mean, "decay": self._config.decay}
-        return factor(self._config.modulation, staleness, **known)
+        measures = {"expected": self._expected, "measured": mean, "decay": self._config.decay}
+        return factor(self._config.modulation, staleness, **measures)
 
     def updated(self, staleness: Sequence[int]) -> None:
         self.measured = [*self.measured, *staleness][-self._config.modulation_window :]

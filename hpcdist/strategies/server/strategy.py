@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -61,7 +61,6 @@ class ServerStrategy(Strategy):
     class Config(Strategy.Config):
         """Options that all strategies with servers have."""
 
-        _former: ClassVar = {"compress_answers": "compress_replies"}
         servers: Servers = Field(
             1, description="number of server ranks, each with a shard; colocated: all ranks are workers and servers"
         )
@@ -134,23 +133,23 @@ class ServerStrategy(Strategy):
         if placement.alone:
             model.keep_gradients(None)
             return
-        clocks = max(1, len(roles.workers)) if roles.aggregators else 1
-        values = len(self.hyperparameters) * self.sends_hyperparameters + self.synchronous
+        clocks = max(1, len(roles.workers)) if roles.aggregators else 1  # largest number of gradients in a request
+        values = len(self.hyperparameters) * self.sends_hyperparameters + self.synchronous  # see `Worker.stamps`
         self.replica.channel = RequestChannel(
             comm, roles, placement.shards, model.params, len(model.slots), clocks, *self._slots(), values=values
         )
-        serves, own = comm.rank in roles.servers, self.hyperparameters.counters
+        serves, counters = comm.rank in roles.servers, self.hyperparameters.counters
         if self.update_norm is not None and len(roles.servers) > 1:
             self.servers = comm.split(0 if serves else 1)
         self.state.parameters = lambda: Flats(self.server.master(), placement.shard.ranges) if serves else None
         self.state.before_load(self._forget_moments_of_others)
 
         def load(pairs: Iterable[Sequence[Any]]) -> None:
-            own.clear()
-            own.update((number, key) for number, key in pairs)
+            counters.clear()
+            counters.update((number, key) for number, key in pairs)
 
         self.state.custom(
-            "own_numbers", lambda: list(map(list, sorted(own))), load, own.clear,
+            "own_numbers", lambda: list(map(list, sorted(counters))), load, counters.clear,
             reshard=lambda saved: [pair for of_rank in saved for pair in of_rank], optional=True,
         )  # fmt: skip
 
@@ -238,7 +237,7 @@ class ServerStrategy(Strategy):
         if self.sends_hyperparameters:
             broadcast_shards(self.comm, self._shards_of_servers(), self.model.params)
             clocks = self.comm.failures.retry_on_failure(partial(self.comm.gather, self.replica.clock))
-            servers = self.roles.servers  # aggregators have one above them
+            servers = self.roles.servers  # an aggregator's parameters are those of the only server
             self.replica.follow([clocks[p if p in servers else servers[0]] for p in self.placement.parents])
 
     def _shards_of_servers(self) -> list[tuple[int, Shard]]:
@@ -251,7 +250,7 @@ class ServerStrategy(Strategy):
             self.replica.channel.close()
 
     def _forget_moments_of_others(self) -> None:
-        """Drop the optimiser's state of parameters that other ranks' optimisers update."""
+        """Drop the local optimiser's state of parameters that other ranks' optimisers update."""
         serves = self.comm.rank in self.config.optimizer_ranks(self.comm.size)
         if self.optimizer is None or (self.steps_on_workers and self.is_worker):
             return
@@ -261,11 +260,7 @@ class ServerStrategy(Strategy):
 
 
 class Worker(abc.ABC):
-    """Take the steps of a worker that has servers.
-
-    Args:
-        strategy: whose worker this is.
-    """
+    """Take the steps of a strategy's worker, where there are servers."""
 
     def __init__(self, strategy: ServerStrategy):
         self.strategy, self.model, self.placement = strategy, strategy.model, strategy.placement
@@ -288,7 +283,7 @@ class Worker(abc.ABC):
     def stamps(self) -> dict[str, Any]:
         """Return clocks and hyper-parameters to send with a request, as arguments of `Client.push`.
 
-        In synchronous strategies also the number of batches without a step, to compare.
+        In synchronous strategies the last value is the number of batches without a step, to compare.
         """
         strategy, rank = self.strategy, self.placement.rank
         values = strategy.hyperparameters.values() if strategy.sends_hyperparameters else []
@@ -311,8 +306,8 @@ def serve_jointly(served: Sequence[tuple[ServerStrategy, Update]]) -> None:
     for strategy, update in served:
         strategy.server.start(update)
     servers = [strategy.server for strategy, _ in served]
-    waiting = servers
-    while waiting:
-        waiting = [server for server in waiting if server.serve_next(TURN_S)]
+    serving = servers
+    while serving:
+        serving = [server for server in serving if server.serve_next(TURN_S)]
     for server in servers:
         server.end()

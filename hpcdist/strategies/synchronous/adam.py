@@ -107,15 +107,15 @@ class AdamStep(OwnStep):
     def runs(
         self, used: Sequence[bool] | None = None, key: Callable[[str], object] = lambda name: None
     ) -> list[ParameterSlice]:
-        """Return the optimiser's used parameters, joining neighbours of one group to a slice.
+        """Return the optimiser's used parameters as slices: neighbours in flat memory of one param_group are joined.
 
         Args:
             used: a flag for each parameter; default: whether it has a gradient.
             key: computes a key from a parameter's name; neighbours with different keys are not joined.
         """
         used = self.model.gradients.present() if used is None else used
-        known = zip(self.model.slots, groups(self.model, self.optimizer), used, self._views, strict=True)
-        entries = [(slot, group if is_used else None, views) for slot, group, is_used, views in known]
+        parameters = zip(self.model.slots, groups(self.model, self.optimizer), used, self._views, strict=True)
+        entries = [(slot, group if is_used else None, views) for slot, group, is_used, views in parameters]
         slices = []
         for (flat, _, _), run in groupby(entries, lambda entry: (entry[0].group, id(entry[1]), key(entry[0].name))):
             slots, (group, *_), views = zip(*run, strict=True)
@@ -131,7 +131,7 @@ class AdamStep(OwnStep):
             if state.get(name) is not view:
                 view.copy_(state[name]) if name in state else view.zero_()
                 state[name] = view
-        if "step" not in state:
+        if "step" not in state:  # which torch's Adam expects
             state["step"] = torch.tensor(0.0)
         return state
 
@@ -146,26 +146,24 @@ class AdamStep(OwnStep):
                 zero_untrained(m, v)
 
     def scale(self, runs: Sequence[ParameterSlice]) -> None:
-        """Set `scales` to √v + ε, if v or ε has changed since the last call."""
-        at = [flat._version for flat in self.v], [(run.flat, run.elements, run.group["eps"]) for run in runs]
-        if at != self._scaled_at:
+        """Set `scales` to √v + ε, if v, by the version that torch counts, or ε has changed since the last call."""
+        inputs = [flat._version for flat in self.v], [(run.flat, run.elements, run.group["eps"]) for run in runs]
+        if inputs != self._scaled_at:
             for run in runs:
                 for v, scale in run.chunks(self.v, self.scales):
                     torch.sqrt(v, out=scale).add_(run.group["eps"])
-            self._scaled_at = at
+            self._scaled_at = inputs
 
     def step_along(self, run: ParameterSlice, moves: Sequence[Tensor] = ()) -> None:
         """Move parameters by −η(m/`scales` + λθ), and count the step; add −ηm/`scales` to `moves`."""
         rate, decay = rate_of(run.group), run.group["weight_decay"]
         for state in run.states:
             state["step"] += 1
-        for parameter, m, scale, *moved in run.chunks(
-            self.model.params, self.m, self.scales, *([moves] if moves else [])
-        ):
+        for param, m, scale, *moved in run.chunks(self.model.params, self.m, self.scales, *([moves] if moves else [])):
             direction = m / scale
             for target in moved:
                 target.sub_(direction, alpha=rate)
-            parameter.sub_(direction.add_(parameter, alpha=decay) if decay else direction, alpha=rate)
+            param.sub_(direction.add_(param, alpha=decay) if decay else direction, alpha=rate)
 
     def _check_settings(self, optimizer: torch.optim.Optimizer) -> None:
         super()._check_settings(optimizer)

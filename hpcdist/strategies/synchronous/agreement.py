@@ -49,14 +49,14 @@ class StepAgreement:
             MismatchError: param_groups, batches, or the loop's changes of averaged gradients differ between ranks.
         """
         strategy = self._strategy
-        comm, numbers = strategy.comm, strategy.hyperparameters
+        comm, hyperparameters = strategy.comm, strategy.hyperparameters
         if comm.size == 1:
             return used, {0: list(bad)} if bad else {}
         news = bool(bad) or not torch.equal(used, self._used[0])
         gradients = strategy.model.gradients
-        averaged = gradients.on_end is not None  # else changes are of what is averaged yet
+        averaged = gradients.on_end is not None  # else by `step`, after the loop's changes
         changed = gradients.changed_by_loop if averaged else 0
-        fields = [news, self._changing.check(), *numbers.digests(gradients.batch, changed)]
+        fields = [news, self._changing.check(), *hyperparameters.digests(gradients.batch, changed)]
         message = torch.tensor(fields, dtype=torch.int64)
         comm.allreduce(message)
         news, changing, *sums = message.tolist()
@@ -65,10 +65,10 @@ class StepAgreement:
                 if other_changed != changed:
                     ranks = {"rank": max(rank, comm.rank), "first": min(rank, comm.rank)}
                     raise MismatchError(CHANGED_DIFFERENTLY.format(strategy=name_of(strategy), **ranks))
-            raise difference(comm, numbers, strategy.steps + 1)
+            raise difference(comm, hyperparameters, strategy.steps + 1)
         if changing:
             self._changing.average(changing)
-        if news == 0:  # on every rank as in the last step
+        if news == 0:  # summed over the ranks: all have the same gradients as in the last step
             return self._used[1], {}
         message = torch.cat([used.to(torch.int32), torch.tensor([len(bad)], dtype=torch.int32)])
         comm.allreduce(message)

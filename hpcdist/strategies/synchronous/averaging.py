@@ -136,13 +136,14 @@ class Averaging:
             self._comm.trace.traffic.communicating_s += self._comm.now() - start
 
     def start(self, bucket: Bucket) -> None:
-        """Collective. Start to prepare and average one bucket, until `wait`."""
+        """Collective. Start to prepare and average one bucket; `wait` completes it."""
         if self._library is None:
             self._works.append(self._queue.submit(partial(self._average, bucket)))
         else:
             self._average(bucket)
 
     def _average(self, bucket: Bucket) -> None:
+        # Average a bucket; another library only starts to.
         if self._library is None:
             grads = bucket.grads
             with self._comm.trace.span("average a bucket", "collective", bucket=bucket.index, bytes=grads.nbytes):

@@ -10,7 +10,7 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.replicas import warn_differences
 
 _SMALL = 1 << 18  # elements of a buffer whose values are compared: torch counts no changes by its batch norm
-_UNKNOWN = 1 << 32  # added to the sum of `check` for each rank that has a change of a buffer that is not agreed upon
+_UNKNOWN = 1 << 32  # added to the result of `check` on a rank with a changed buffer that is not in `_agreed`
 
 
 class ChangingBuffers:
@@ -25,21 +25,22 @@ class ChangingBuffers:
 
     def __init__(self, comm: Communicator, model: FlatModel):
         self._comm, self._model = comm, model
-        self._changed: list[int] = []  # positions of those that have changed here, when `check` was called
-        self._agreed: list[int] = []  # positions of the buffers that change, on any rank
-        self._steps = 0
+        self._changed: list[int] = []  # positions of the buffers that the last `check` found changed on this rank
+        self._agreed: list[int] = []  # positions of the buffers that have changed on any rank in any step
+        self._steps = 0  # with changed buffers on any rank
         buffers = model.flat_buffers
         self._kinds = [buffers.kinds[slot.group] for slot in buffers.slots]
         self._common = [position for position, kind in enumerate(self._kinds) if kind in ("mean", "first")]
         self._note()
 
     def _note(self) -> None:
+        # Record the buffers as they are now, for `check`: identity, torch's version, and the values of small ones.
         tensors = self._model.flat_buffers.tensors()
         common = [tensors[position] for position in self._common]
         self._seen = [(id(t), t._version, t.detach().clone() if t.numel() <= _SMALL else None) for t in common]
 
     def check(self) -> int:
-        """Find changed buffers; return this rank's addend of the sum that `average` needs."""
+        """Find buffers that have changed; return 0 without any, else 1, plus _UNKNOWN if one has not changed before."""
         tensors, self._changed = self._model.flat_buffers.tensors(), []
         for position, (*stamp, values) in zip(self._common, self._seen, strict=True):
             now = tensors[position]
@@ -59,15 +60,15 @@ class ChangingBuffers:
         buffers = self._model.flat_buffers
         buffers.restore(averaged=True)  # after a batch of weight 0
         flats, tensors = self._model.buffers, buffers.tensors()  # with those that were replaced
-        averaged = [tensors[position] for position in self._agreed if self._kinds[position] == "mean"]
-        if averaged:
-            self._mean(averaged)
-        first = [position for position in self._agreed if self._kinds[position] == "first"]
+        to_average = [tensors[position] for position in self._agreed if self._kinds[position] == "mean"]
+        if to_average:
+            self._mean(to_average)
+        broadcast = [position for position in self._agreed if self._kinds[position] == "first"]
         self._steps += 1
-        if first and self._steps & (self._steps - 1) == 0:
+        if broadcast and self._steps & (self._steps - 1) == 0:  # at the 1st, 2nd, 4th, 8th... change
             counts = self._model.gradients.mean_weight > 0
             warn_differences(self._comm, buffers, flats, range(self._comm.size), counts)
-        for position in first:
+        for position in broadcast:
             slot = buffers.slots[position]
             self._comm.broadcast(flats[slot.group][slot.start : slot.stop], 0)
         self._note()
@@ -75,7 +76,7 @@ class ChangingBuffers:
     def _mean(self, tensors: list[Tensor]) -> None:
         weight = self._model.gradients.mean_weight
         flat = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
-        flat = flat * weight if weight else torch.zeros_like(flat)
+        flat = flat * weight if weight else torch.zeros_like(flat)  # 0 · NaN is NaN
         self._comm.allreduce(flat)
         flat /= self._comm.size
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):

@@ -70,14 +70,15 @@ def split_layers(model: FlatModel, layers: int | None, order: Literal["strided",
     layer_of = _layers([slot.name for slot in model.slots])
     count = max(layer_of, default=0) + 1
     fragments = 1 if layers is None else -(-count // layers)
-    of_layer = (lambda layer: layer % fragments) if order == "strided" else (lambda layer: layer // (layers or count))
+    index_of = (lambda layer: layer % fragments) if order == "strided" else (lambda layer: layer // (layers or count))
     parts_of_fragments: list[list[tuple[int, int, int, int, tuple[int, ...]]]] = [[] for _ in range(fragments)]
     for number, (slot, layer) in enumerate(zip(model.slots, layer_of, strict=True)):
-        parts_of_fragments[of_layer(layer)].append((slot.group, slot.start, slot.stop, number, tuple(slot.shape)))
+        parts_of_fragments[index_of(layer)].append((slot.group, slot.start, slot.stop, number, tuple(slot.shape)))
     return [_fragment(sorted(parts)) for parts in parts_of_fragments if parts]
 
 
 def _fragment(parts: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> Fragment:
+    # Create a fragment of parameters, sorted (group, start, stop, number in the model, shape); join neighbours' slices.
     chunks: dict[int, list[slice]] = {}
     spans: dict[int, list[Span]] = {}
     for number, (group, start, stop, _, shape) in enumerate(parts):
@@ -92,18 +93,17 @@ def _fragment(parts: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> Fr
 
 
 def _layers(names: Sequence[str]) -> list[int]:
-    """Return the layer number of each parameter, counted from 0."""
-    indexed = [[(name[: match.start()], int(match[0])) for match in _NUMBER.finditer(name)] for name in names]
-    members = Counter(prefix for prefix, _ in {pair for pairs in indexed for pair in pairs})
-    if not members or max(members.values()) < 2:
+    """Return the layer of each parameter, counted from 0, by names such as blocks.3.weight, see `split_layers`."""
+    # For each name the lists of modules in it, and the index in each: [("blocks.", 3)].
+    lists_of = [[(name[: match.start()], int(match[0])) for match in _NUMBER.finditer(name)] for name in names]
+    lengths = Counter(prefix for prefix, _ in {pair for pairs in lists_of for pair in pairs})
+    if not lengths or max(lengths.values()) < 2:
         modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
         return [modules.index(name.rpartition(".")[0]) for name in names]
-    longest = max(members, key=lambda prefix: (members[prefix], -len(prefix)))
-    numbers = [next((number for prefix, number in pairs if prefix == longest), None) for pairs in indexed]
-    order = {
-        number: position for position, number in enumerate(sorted({number for number in numbers if number is not None}))
-    }
-    first = next(position for position, number in enumerate(numbers) if number is not None)
-    layers = [None if number is None else order[number] for number in numbers]
+    longest = max(lengths, key=lambda prefix: (lengths[prefix], -len(prefix)))
+    indices = [next((i for prefix, i in pairs if prefix == longest), None) for pairs in lists_of]
+    order = {i: position for position, i in enumerate(sorted({i for i in indices if i is not None}))}
+    first = next(position for position, i in enumerate(indices) if i is not None)
+    layers = [None if i is None else order[i] for i in indices]
     last = len(order) - 1
     return [(0 if index < first else last) if position is None else position for index, position in enumerate(layers)]

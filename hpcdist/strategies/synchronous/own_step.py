@@ -98,7 +98,7 @@ class OwnStep(Strategy):
         """Run `step` in place of the optimiser's, with the hooks on the optimiser's step."""
         optimizer: Any = self.optimizer
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if self.runs_optimizer:  # calls them itself
+        if self.runs_optimizer:  # which calls its hooks itself
             before = after = {}
         for hook in list(before.values()):
             hook(optimizer, (), {})

@@ -82,18 +82,19 @@ class Periodic(Strategy):
         self._works: dict[int, Work] = {}  # of fragments whose mean may not be in `mean` yet
         self._delay = config.steps_in_flight
         self.common = self.state.sharded("common", templates, start="parameters", reshard=self.of_ranks, resets=True)
+        # Memory that the ranks of a node average in place, if there is such memory.
         shared = None if config.compression else self.calls.shared_zeros(self.common)
-        # First δᵢ of the fragments in flight, then their means; `sent` keeps δᵢ. With another number of ranks all start
-        # from the mean of the parameters, whose distance from x is the mean of δᵢ. If x replaces the parameters in the
-        # step that sends δᵢ, δᵢ overwrites the parameters.
-        in_place = self.blend is None and not self._delay
-        if in_place and shared:
+        # `mean` has δᵢ of the fragments in flight, then their means; `sent` keeps δᵢ. On another number of ranks all
+        # start from the mean of the parameters, whose distance from x is the mean of δᵢ. If x replaces the parameters
+        # in the step that sends δᵢ, δᵢ overwrites the parameters.
+        overwrites_params = self.blend is None and not self._delay
+        if overwrites_params and shared:
             model.move_params(shared)
-        means = [] if in_place else shared or [torch.empty_like(x) for x in self.common]
+        means = [] if overwrites_params else shared or [torch.empty_like(x) for x in self.common]
         declared = self._declare_in_flight("mean", means, "first")
-        self.mean: Sequence[Tensor] = model.params if in_place else declared
-        keeps = self.blend is None and self._delay
-        sent = [torch.empty_like(x) for x in self.common if keeps]
+        self.mean: Sequence[Tensor] = model.params if overwrites_params else declared
+        keeps_steps = self.blend is None and self._delay
+        sent = [torch.empty_like(x) for x in self.common if keeps_steps]
         self.sent = self._declare_in_flight("gone", sent, "mean")
         self.state.flags("used", self.gradients.used)
         self.used = self.state.flags("moving", torch.ones_like(self.gradients.used))  # on any rank, of `mean`
@@ -174,7 +175,7 @@ class Periodic(Strategy):
         self._works[number] = work or Work([*values, used])
 
     def complete(self, number: int | None = None) -> None:
-        """Wait for a fragment and those sent before, or for all; copy their means into `mean`."""
+        """Wait for the mean of a fragment, and of those sent before it, and copy them into `mean`; None: for all."""
         for arrived, work in list(self._works.items()) if number is None or number in self._works else ():
             start = self.comm.now()
             work.wait()
@@ -192,14 +193,14 @@ class Periodic(Strategy):
         """Move a fragment of x by its mean, and set the rank's parameters from x."""
         self.complete(number)
         fragment, sent_at = self.fragments[number], self.in_flight.pop(number)
-        keeps = self.blend is None and sent_at < step
-        if keeps:
+        keeps_steps = self.blend is None and sent_at < step
+        if keeps_steps:
             for local, x, sent in fragment.views(self.model.params, self.common, self.sent):
-                local.sub_(x).add_(sent)  # x − sent: the parameters when sent
+                local.sub_(x).add_(sent)  # the steps since then: x − sent are the parameters when sent
         with self.model.skip_unused(self.used, self.momentum):
             self.move(fragment)
         for local, x in fragment.views(self.model.params, self.common):
-            if keeps:
+            if keeps_steps:
                 local.add_(x)
             elif not self.blend:
                 local.copy_(x)
@@ -253,7 +254,7 @@ class OverlapConfig(Periodic.Config):
 
 
 def outer_step(config: Any, x: Tensor, momentum: Tensor, gradient: Tensor, *, nesterov: bool = True) -> None:
-    """Take a step like torch's SGD with momentum, in place; overwrites the gradient."""
+    """Step x like torch's SGD, by `outer_lr` and `outer_momentum`; updates momentum, overwrites the gradient."""
     if config.outer_momentum:
         momentum.mul_(config.outer_momentum).add_(gradient)
         if nesterov:

@@ -88,8 +88,7 @@ class BaselineTrainer:
     """Collective. Train a job once with another library, on the same batches and settings as a `Trainer`.
 
     A step's seconds count as computing, except those that the library exposes as communication. Bytes are computed for
-    a ring all-reduce, 2n(p − 1)/p, because no library reports them. Evaluations use rank 0's batch statistics. There
-    are no checkpoints.
+    a ring all-reduce, 2n(p − 1)/p: no library reports them. Evaluations use rank 0's buffers. There are no checkpoints.
 
     Args:
         library: averages the gradients.
@@ -115,7 +114,7 @@ class BaselineTrainer:
         self.job, self.comm, self.output, self.checkpoints = job, comm, output, output / "checkpoints"
         self.config = config.model_copy(update={"strategy": StrategyConfig(name=library.name)})
         self.strategy_options: dict[str, Any] = {}
-        self._n_steps = 0  # steps
+        self._n_steps = 0  # taken so far
         self.device, self.position = local_device(session.local_rank()), Position()
         self._train, self._test = open_data(job, config, comm)
         self.data = describe_data(self._train, self._test)
@@ -142,9 +141,9 @@ class BaselineTrainer:
         self._wrapped, self._optimizer = self._library.wrap(self._module, optimizer, config.accumulation)
         self._schedule = config.schedule.build(self._optimizer, self.rate_factor)
         self._precision = Precision(config.amp, self.device)
-        sent = sum(p.numel() * p.element_size() for p in self._module.parameters() if p.requires_grad)
-        self._sent_bytes = 2 * (self.comm.size - 1) * sent // self.comm.size
-        torch.manual_seed(config.seed + 1 + self.comm.rank)
+        gradient_bytes = sum(p.numel() * p.element_size() for p in self._module.parameters() if p.requires_grad)
+        self._sent_bytes = 2 * (self.comm.size - 1) * gradient_bytes // self.comm.size
+        torch.manual_seed(config.seed + 1 + self.comm.rank)  # dropout must differ between ranks
 
     # --- training -------------------------------------------------------------------------------------------------
     def run(self, resume_from: Path | None = None) -> Summary:
@@ -159,17 +158,17 @@ class BaselineTrainer:
             self.log.close()
 
     def _epoch(self) -> None:
-        """Train an epoch, or until a budget is spent."""
+        """Train an epoch, or until a budget is spent, with the evaluations that are due."""
         position, stop_conditions = self.position, self._stop_conditions
         self._loader.set_epoch(position.epoch)
         plan, batches, done = self._loader.plan, iter(self._loader), 0
         while done < plan.steps and not stop_conditions.ended:
-            count, before = min(plan.steps - done, stop_conditions.steps or plan.steps), stop_conditions.samples
-            self._steps(batches, done, count)
-            done, position.step = done + count, position.step + count
+            n_steps, old_samples = min(plan.steps - done, stop_conditions.steps or plan.steps), stop_conditions.samples
+            self._steps(batches, done, n_steps)
+            done, position.step = done + n_steps, position.step + n_steps
             position.consumed = plan.position(done)
-            stop_conditions.check_clock(self.log.train_s, count)
-            evaluates = stop_conditions.evaluates(before) or stop_conditions.ended
+            stop_conditions.check_clock(self.log.train_s, n_steps)
+            evaluates = stop_conditions.evaluates(old_samples) or stop_conditions.ended
             if done == plan.steps:
                 position.epoch, position.consumed = position.epoch + 1, 0
                 evaluates = evaluates or stop_conditions.ended or position.epoch % self.config.eval_every == 0
@@ -179,6 +178,7 @@ class BaselineTrainer:
                 self._advance_schedule("epoch", evaluates)
 
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
+        """Collective. Take `count` steps, one per batch; `first` is the number of the first one in the epoch."""
         with self.log.training():
             for step in range(first, first + count):
                 x, y = next(batches)
@@ -190,9 +190,9 @@ class BaselineTrainer:
         start, scaler = self.comm.now(), self._precision.scaler
         self._optimizer.zero_grad()
         loss = self._backward(x, y, weight)
-        before = self.comm.now()
+        sync_start = self.comm.now()
         self._library.synchronize()
-        communicating_s = self.comm.now() - before
+        communicating_s = self.comm.now() - sync_start
         if self.config.clip_norm is not None:
             scaler.unscale_(self._optimizer)
             nn.utils.clip_grad_norm_(self._module.parameters(), self.config.clip_norm)
@@ -223,6 +223,7 @@ class BaselineTrainer:
         return total
 
     def _advance_schedule(self, unit: str, evaluated: bool = False) -> None:
+        """Advance the learning rate after a `step` or an `epoch`; ReduceLROnPlateau only if the epoch was evaluated."""
         if isinstance(self._schedule, ReduceLROnPlateau):
             if evaluated:
                 self._schedule.step(self.log.metrics["loss"])
@@ -231,7 +232,7 @@ class BaselineTrainer:
 
     # --- evaluations and the end ----------------------------------------------------------------------------------
     def _evaluate(self) -> None:
-        for buffer in self._module.buffers():
+        for buffer in self._module.buffers():  # batch norm's statistics
             self.comm.broadcast(buffer.detach().view(-1), 0)
         self.log.joules = self.log.energy.result().joules
         self.log.metrics = evaluate_replica(self.job, self._module, self.comm, self._test)
@@ -250,13 +251,13 @@ class BaselineTrainer:
 
 
 def _require_plain(config: JobConfig, name: str) -> None:
-    """Raise ConfigError if a setting needs more than a plain loop."""
-    step = inspect.signature(optimizers()[config.optimizer.name].step).parameters.get("closure")
+    """Raise ConfigError if a setting needs more than a plain loop; `name` is the library's."""
+    closure = inspect.signature(optimizers()[config.optimizer.name].step).parameters.get("closure")
     violations = {
         "on_nonfinite must be stop": config.on_nonfinite != "stop",
         "stop.patience must be none": config.stop.patience is not None,
         "checkpoint.every_steps must be 0": config.checkpoint.every_steps > 0,
-        "optimizer.name must be one that needs no closure": step is not None and step.default is step.empty,
+        "optimizer.name must be one that needs no closure": closure is not None and closure.default is closure.empty,
     }
     for rule, broken in violations.items():
         if broken:

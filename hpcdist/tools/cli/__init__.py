@@ -63,9 +63,9 @@ def main() -> None:
 
 
 def _leave_in_turn(comm: Any) -> int:
-    """Collective. End all ranks but the first with status 0, wait, then return LEFT on the first rank.
+    """Collective. End all ranks but the first with status 0; the first waits for that, and returns LEFT.
 
-    Reason: at the first nonzero status, `srun --kill-on-bad-exit` kills the other ranks and reports that.
+    Reason: at a rank's first nonzero status, `srun --kill-on-bad-exit` kills the other ranks, and reports them killed.
     """
     from hpcdist.comm.mpi.world import finalise
 
@@ -80,7 +80,7 @@ def _leave_in_turn(comm: Any) -> int:
 
 
 def _run(arguments: list[str], first: bool) -> int:
-    """Run a command and return its exit status. All ranks have the same arguments; the first reports wrong usage."""
+    """Run a command, print its error if it fails, and return its exit status. The first rank reports wrong usage."""
     command = typer.main.get_command(app)  # calling `app` would replace sys.excepthook
     prepare_help(command)
     try:
@@ -106,6 +106,7 @@ def _run(arguments: list[str], first: bool) -> int:
 
 
 def _report(error: HpcdistError, first: bool) -> None:
+    """Print an error on one of the ranks that raised it; the others wait to be ended by that rank."""
     comm = _joined()
     if comm is None and not first:  # without a communicator, all ranks raise the same error
         time.sleep(SILENT_S)
@@ -171,7 +172,7 @@ def _add_commands() -> None:
 
 
 def _functions(group: typer.Typer) -> dict[str, Any]:
-    """Return the functions of an app's commands by name."""
+    """Return the Python function of each of an app's commands, by the command's name."""
     functions: list[tuple[Any, Any]] = [(command.name, command.callback) for command in group.registered_commands]
     return {name or typer.main.get_command_name(function.__name__): function for name, function in functions}
 

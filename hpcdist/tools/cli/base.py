@@ -25,7 +25,7 @@ def on_all_ranks(command: T) -> T:
 
 
 def prepare_help(command: Any) -> None:
-    """Show whole sentences in lists of commands, and metavars instead of Python's types."""
+    """Change a command's help: lists of subcommands have whole first paragraphs, and metavars replace Python types."""
     for parameter in command.params:
         if parameter.param_type_name == "argument":
             parameter.display_type_rich = lambda ctx: None
@@ -78,11 +78,7 @@ def require_checkout(command: str, file: str) -> Path:
 
 
 def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Refuse, in an option's `callback`, a path that can't be written, before any work is done.
-
-    Raises:
-        ConfigError: the path is a folder, or its parent does not exist.
-    """
+    """As an option's `callback`, return the path; raise ConfigError if it is a folder, or in no folder that exists."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         problem = "is a folder" if path.is_dir() else "is in no folder that exists"
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar

@@ -29,10 +29,10 @@ app = typer.Typer()
 
 
 class _Command(TyperCommand):
-    """A command that may be given a script, whose own arguments follow --."""
+    """A command whose job may be a script; an unknown option's error says where a script's options stand."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = list(args)
+        words = list(args)  # the parser consumes `args`
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -78,11 +78,12 @@ class _Sources:
 
 
 def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable[[Callable[[], None]], None]:
-    """Return a decorator that turns a function into a command; its name and docstring describe the command.
+    """Return a decorator that turns an empty function into a command with the function's name and docstring.
 
     Args:
-        names: options, fields of `kind`, Execution or _Sources.
-        defaults: defaults that differ from the fields'. An option for a list or a table has no other default.
+        names: the options, separated by blanks: fields of `kind`, Execution or _Sources.
+        defaults: replace defaults of the fields. For fields with several values typer gets a list of texts, whose
+            default is the one given here, or None.
     """
     hints: dict[str, Any] = {}
     field_defaults: dict[str, Any] = {}
@@ -91,6 +92,7 @@ def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable
         field_defaults |= {f.name: f.default for f in fields(cls)}
 
     def option(name: str, command: str) -> inspect.Parameter:
+        """Return the parameter from which typer creates an option."""
         value, *metadata = get_args(hints[name])
         info = copy(next(item for item in metadata if isinstance(item, typer.models.ParameterInfo)))
         info.help = str(info.help).replace("COMMAND", command)
@@ -110,7 +112,7 @@ def _experiment(kind: type[Experiment], names: str, **defaults: Any) -> Callable
             raise typer.Exit(int(run(described.__name__, **options).failed))
 
         parameters = [option(name, described.__name__) for name in names.split()]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
         app.command(cls=_Command)(command)
 
     return add

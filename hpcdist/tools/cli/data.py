@@ -37,19 +37,19 @@ def data_import(
     from hpcdist.config import checked_options, load
     from hpcdist.data import describe, importers
 
-    convert, options = importers.load(name), [*(overrides or []), *_as_overrides(context.args)]
-    parent = next(folder for folder in destination.absolute().parents if folder.exists())
-    if destination.is_dir() or not parent.is_dir():
-        path = destination if destination.is_dir() else parent
+    convert, settings = importers.load(name), [*(overrides or []), *_as_overrides(context.args)]
+    nearest_parent = next(folder for folder in destination.absolute().parents if folder.exists())
+    if destination.is_dir() or not nearest_parent.is_dir():
+        path = destination if destination.is_dir() else nearest_parent
         kind = "a folder" if path.is_dir() else "no folder"
         raise ConfigError(f"FILE must be a file to write; got {destination}, but {path} is {kind}. Give another name.")
     if destination.exists() and not overwrite:
         raise ConfigError(f"FILE must be a new file; got {destination}, which exists. Add --overwrite to it.")
-    console.facts(describe(convert(source, destination, **checked_options(convert, load({}, None, options)))))
+    console.facts(describe(convert(source, destination, **checked_options(convert, load({}, None, settings)))))
 
 
 def _as_overrides(arguments: list[str]) -> list[str]:
-    """Convert `--name value` and `--name=value` to KEY=VALUE, as for --set."""
+    """Convert arguments `--name value` or `--name=value` to NAME=VALUE, as for --set; else raise ConfigError."""
     parts = [part for arg in arguments for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
     if len(parts) % 2 or not all(name.startswith("--") for name in parts[::2]):
         raise ConfigError(
@@ -113,6 +113,6 @@ def data_info(
     if workers:
         with HDF5Dataset(path, "train") as dataset:
             labels = labels_of(dataset)
-        of_workers = counts(labels, dirichlet(labels, workers, alpha, seed))
-        facts["samples of each label"] = {f"worker {number}": row for number, row in enumerate(of_workers)}
+        counts_of_workers = counts(labels, dirichlet(labels, workers, alpha, seed))
+        facts["samples of each label"] = {f"worker {number}": row for number, row in enumerate(counts_of_workers)}
     console.facts(facts)

@@ -66,6 +66,7 @@ def topologies(name: Annotated[str | None, _name(completion.names("topologies"))
         topology = known.load(str(name))
         required = {key: key.upper() for key, field in options_of(topology).model_fields.items() if field.is_required()}
         training = f"{TRAIN} --set strategy={'dpsgd' if topology.symmetric else 'sgp'} --set strategy.topology={name}"
+        # A run sets an option `nodes` itself.
         training += "".join(f" --set strategy.topology.{key}={required[key]}" for key in required if key != "nodes")
         options = "".join(f" --set {key}={value}" for key, value in required.items())
         _show(topology, name, "strategy.topology", training, f"hpcdist topology {name} --ranks 16{options}")
@@ -157,7 +158,7 @@ def _list_or_show(group: str, name: str | None, setting: str) -> None:
     if not _listed(group, known, name):
         cls = known.load(str(name))
         contract: Any = getattr(cls, "contract", None)
-        sgd = ""
+        sgd = ""  # settings of the example, for a strategy that supports torch's SGD only
         if contract and contract.optimizer == "SGD":
             momentum = " --set optimizer.lr=0.05 --set optimizer.momentum=0.9"
             sgd = " --set optimizer.name=SGD" + momentum * (contract.step == "the optimiser's")
@@ -165,7 +166,7 @@ def _list_or_show(group: str, name: str | None, setting: str) -> None:
 
 
 def _listed(command: str, known: Any, name: str | None) -> bool:
-    """List all algorithms if no name is given; return whether it did."""
+    """If no name is given, list all algorithms of the group `known`; return whether it listed them."""
     if name is None:
         console.overview({algorithm: known.load(algorithm) for algorithm in known.available()})
         console.note(f"`hpcdist {command} NAME` describes one")

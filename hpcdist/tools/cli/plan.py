@@ -76,10 +76,10 @@ def plan(
     }
     flags = as_flags({key: value for key, value in options.items() if value is not None}, "parallel.")
     loaded, settings = specify(job, config, [*(overrides or []), *flags])
-    chosen = settings.parallel
-    shared: dict[str, Any] = {
-        "micro_batches": chosen.micro_batches * settings.accumulation,
-        "recompute": chosen.recompute,
+    parallel = settings.parallel
+    shared: dict[str, Any] = {  # arguments of `predict` and `compare`
+        "micro_batches": parallel.micro_batches * settings.accumulation,
+        "recompute": parallel.recompute,
         "limit_bytes": None if limit_mb is None else int(limit_mb * 1e6),
         "copies": copies(settings),
     }
@@ -88,17 +88,17 @@ def plan(
         shared["transfer_s"] = lambda n_bytes: link.latency_s + n_bytes / link.bandwidth_bytes_s
     with neighbours(job):
         costs = measure_layers(loaded, settings, local_device(0))
-    by_user = None if chosen.sizes is None else by_hand(chosen.sizes, len(costs))
-    plan = predict(costs, chosen.stages, schedule=chosen.schedule, chunks=chosen.chunks, cut=by_user, **shared)
+    user_cut = None if parallel.sizes is None else by_hand(parallel.sizes, len(costs))
+    plan = predict(costs, parallel.stages, schedule=parallel.schedule, chunks=parallel.chunks, cut=user_cut, **shared)
     one_rank_s = shared["micro_batches"] * sum(cost.forward_s + cost.backward_s for cost in costs)
-    _show(plan, compare(costs, chosen.stages, **shared), one_rank_s)
+    _show(plan, compare(costs, parallel.stages, **shared), one_rank_s)
     if json_path is not None:
         content = {"micro_batches": shared["micro_batches"], **plan.as_dict(), "layers": [asdict(c) for c in costs]}
         json_path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _show(chosen: Plan, others: Sequence[Plan], one_rank_s: float) -> None:
-    """Print a plan, its drawing, and the other plans. `one_rank_s`: seconds of a step on one rank."""
+    """Print a plan, its drawing, and a table of all schedules. `one_rank_s`: seconds of a step on one rank."""
     from hpcdist.parallel.schedules.base import gantt
 
     step_s, ranks = chosen.timing.makespan_s, len(chosen.table)

@@ -61,8 +61,8 @@ def report(
     if only is not None and not only:
         raise ConfigError(f"--where and --tag must choose a run; got none in {', '.join(map(str, folders))}.")
     jobs = read_jobs(folders, goal, only=only, progress=console.tracked)
-    names = None if columns is None else [name.strip() for name in columns.split(",")]
-    tables = table.tables([analyse(job) for job in jobs], names, sort, every=as_json or as_csv)
+    column_names = None if columns is None else [name.strip() for name in columns.split(",")]
+    tables = table.tables([analyse(job) for job in jobs], column_names, sort, every=as_json or as_csv)
     if as_json:
         print(to_json(table.as_data(tables), indent=1, inf_nan_mode="null").decode())
     elif as_csv:

@@ -93,18 +93,18 @@ def show(name: Name) -> None:
     folder = _find(name)
     listed, run = read_listed(folder), Run(folder)
     best = None if run.summary is None else run.summary.best
-    saved = Path((listed.settings.get("checkpoint") or {}).get("folder") or folder / "checkpoints")
+    checkpoint_folder = Path((listed.settings.get("checkpoint") or {}).get("folder") or folder / "checkpoints")
     starts = [] if run.record is None else [run.record, *run.record.resumed]
-    shown = {
+    facts = {
         **_row(listed, folder.parent),
         "best": best and f"{best.metric} {best.value:.4g} at step {best.step}",
         "no result": run.failure,
-        "checkpoints": ", ".join(path.name for path in checkpoints(saved)),
+        "checkpoints": ", ".join(path.name for path in checkpoints(checkpoint_folder)),
         "starts": {f"from step {start.step}, {start.started}": shlex.join(start.command) for start in starts},
         "changes": "; ".join(run.changes),
         "settings": listed.settings,
     }
-    console.facts({key: value for key, value in shown.items() if value not in (None, "", {})})
+    console.facts({key: value for key, value in facts.items() if value not in (None, "", {})})
 
 
 @app.command()
@@ -120,8 +120,8 @@ def tag(
     from hpcdist.tools.runs.listing import read_tags, write_tags
 
     folder = _find(name)
-    before = set(read_tags(folder))
-    write_tags(folder, before - set(words) if remove else before | set(words))
+    old_tags = set(read_tags(folder))
+    write_tags(folder, old_tags - set(words) if remove else old_tags | set(words))
 
 
 @app.command()
@@ -186,15 +186,15 @@ def _condition(text: str) -> tuple[str, str]:
 
 
 def _matches(run: ListedRun, key: str, value: str) -> bool:
-    """Return whether a column or setting of a run has this value; numbers are compared as numbers (0.1 and 1e-1)."""
+    """Return whether a run's column or setting `key` has this value; 0.1 and 1e-1 are equal, as numbers."""
     if key == "comparison":
         return run.comparison is not None and value in (run.comparison, Path(run.comparison).name)
-    known: Any = run.settings if key not in KEYS else {key: getattr(run, key)}
+    actual: Any = run.settings if key not in KEYS else {key: getattr(run, key)}
     for part in key.split("."):
-        known = known.get(part) if isinstance(known, dict) else None
+        actual = actual.get(part) if isinstance(actual, dict) else None
     with suppress(TypeError, ValueError):
-        return float(known) == float(value)
-    return str(known).lower() == value.lower()
+        return float(actual) == float(value)
+    return str(actual).lower() == value.lower()
 
 
 def _metric(run: ListedRun) -> tuple[str, float] | None:
@@ -203,7 +203,7 @@ def _metric(run: ListedRun) -> tuple[str, float] | None:
 
 
 def _sort_key(run: ListedRun, column: str) -> Any:
-    """Return the sort key of a run: missing values last, metrics in descending order."""
+    """Return a run's sort key for a column of ORDERS: missing values last, metrics in descending order."""
     if column == "metric":
         metric = _metric(run)
         return (True, 0.0) if metric is None else (False, -metric[1])

@@ -77,5 +77,5 @@ def train(
             console.note(summary.stopped_early)
         if (best := summary.best) is not None and best.checkpoint is not None:
             better = f"; {best.value:.4g} at step {best.step} was better, and is not saved"
-            saved = best.checkpoint.endswith(f"{best.step:08d}")
+            saved = best.checkpoint.endswith(f"{best.step:08d}")  # the checkpoint is of the best step
             console.note(f"the best checkpoint by {best.metric} is {best.checkpoint}{'' if saved else better}")

@@ -38,6 +38,7 @@ class ChosenRate:
     """A learning rate that the search has chosen for a group.
 
     Attributes:
+        name: the group's `rate_key`.
         tried: mean of the metric by learning rate; None: a run failed.
         between: half and twice the rate were tried, and both are worse.
     """
@@ -75,13 +76,13 @@ class ComparedRuns(ExperimentRuns):
         require_same(folder, experiment)  # last: the error should name a wrong setting first
 
     def _split_runnable(self, groups: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
-        """Split groups by whether they can run; return the groups, and the reasons of the others.
+        """Return the groups that can run, and for each other group a sentence that says why it can't.
 
         Raises:
             ConfigError: a setting is wrong, or a strategy can run on none of the numbers of ranks.
         """
-        firsts = [group.run(self.experiment, seed=0) for group in groups]
-        reasons = [(group, self.trained.refusal(run)) for group, run in zip(groups, firsts, strict=True)]
+        runs = [group.run(self.experiment, seed=0) for group in groups]
+        reasons = [(group, self.trained.refusal(run)) for group, run in zip(groups, runs, strict=True)]
         runnable = [group for group, reason in reasons if reason is None]
         for group, reason in reasons:
             if group.kind == "strategy" and group.name not in {other.name for other in runnable}:
@@ -90,22 +91,22 @@ class ComparedRuns(ExperimentRuns):
         return runnable, [f"{group_text}: {why}" for group_text, why in skipped]
 
     def _share_runs(self, runnable: Sequence[ComparedGroup]) -> list[ComparedGroup]:
-        """Share runs on one rank: all strategies that equal the plain optimizer there use the runs of the first."""
-        firsts: dict[float | None, ComparedGroup] = {}  # by the user's learning rate
-        shared, identical = [], []
+        """Return the groups; on one rank strategies that equal the plain optimizer share the runs of the first."""
+        first_by_rate: dict[float | None, ComparedGroup] = {}  # by the user's learning rate
+        shared, sharing = [], []
         for group in runnable:
             if group.kind == "strategy" and group.ranks == 1 and self.trained.is_plain(group):
-                first = firsts.setdefault(self.experiment.rates.get(group.rate_key), group)
-                identical += [group.name] * (group is not first)
-                group = replace(first, name=group.name)
+                first = first_by_rate.setdefault(self.experiment.rates.get(group.rate_key), group)
+                sharing += [group.name] * (group is not first)
+                group = replace(first, name=group.name)  # all else of the first, such as its folders
             shared.append(group)
-        if identical:
-            names = ", ".join([*(first.name for first in firsts.values()), *identical])
+        if sharing:
+            names = ", ".join([*(first.name for first in first_by_rate.values()), *sharing])
             self.skipped = [*self.skipped, f"on one rank {names} all take the optimiser's steps, and share runs"]
         return shared
 
     def _plan_runs(self, chosen: Sequence[ChosenRate]) -> None:
-        """Plan all runs, at the rates that the user or a search has chosen."""
+        """Set `plan` to all runs, with the learning rates that the user (`--rate`) or the search (`chosen`) gives."""
         self._chosen, experiment = chosen, self.experiment
         rates = {(key, ranks): rate for key, rate in experiment.rates.items() for ranks in experiment.ranks}
         rates |= {(choice.name, choice.ranks): choice.rate for choice in chosen}
@@ -121,7 +122,7 @@ class ComparedRuns(ExperimentRuns):
         if self.experiment.tune:
             self.tune(runner)
         remaining = missing(self.plan, self.folder)
-        if len(remaining) < (total := len({run.folder for run in self.plan})):
+        if len(remaining) < (total := len({run.folder for run in self.plan})):  # groups may share a run
             console.note(f"{total - len(remaining)} of {total} runs are there already")
         with runner.display("runs", len(remaining)):
             return runner.run_all(remaining)
@@ -140,35 +141,33 @@ class ComparedRuns(ExperimentRuns):
 
     # --- learning rates -----------------------------------------------------------------------------------------------
     def tune(self, runner: Runner) -> Sequence[ChosenRate]:
-        """Search a learning rate per `rate_key` and number of ranks, on separate seeds; reuse existing runs of the
-        search."""
+        """Search a learning rate per `rate_key` and number of ranks, with separate seeds; then plan all runs."""
+        # The first group of each key represents it; reversed twice, since the last assignment to a key remains.
         firsts = {(group.rate_key, group.ranks): group for group in reversed(self.groups)}
         with runner.display("learning rates", len(firsts) * self.experiment.tune):
             self._plan_runs([self._search(group, runner) for group in reversed(firsts.values())])
-        for rate in self._chosen:
-            print(rate)
+        for choice in self._chosen:
+            print(choice)
         self.write()
         return self._chosen
 
     def _search(self, group: ComparedGroup, runner: Runner) -> ChosenRate:
-        """Search the learning rate of one group, in steps of a factor of 2."""
-        first = self.trained.first_rate or 0.0
+        """Search the learning rate of one group among the job's rate times 2^power, for integers `power`."""
+        start_rate = self.trained.first_rate or 0.0  # None is refused with --tune
 
-        def measure(power: int, repeated: int) -> Summary | None:
-            rate = first * 2.0**power
+        def measure(power: int, repeated: int) -> Summary | None:  # None: the run failed
+            rate = start_rate * 2.0**power
             at_rate = replace(group, stem=f"{group.stem}-lr={rate:g}")
             run = at_rate.run(self.experiment, FIRST_SEED + repeated, rate, "tuning")
             return None if runner.run_all([run]) else load_summary(self.folder / run.folder)
 
-        best, measured = search_within(self.experiment.tune, measure, self._merit)
-        means = {
-            first * 2.0**power: mean_metric(results, self.experiment.metric) for power, results in measured.items()
-        }
-        between = best - 1 in measured and best + 1 in measured
-        return ChosenRate(group.rate_key, group.ranks, first * 2.0**best, means, between)
+        best_power, measured = search_within(self.experiment.tune, measure, self._merit)
+        means = {start_rate * 2.0**power: mean_metric(runs, self.experiment.metric) for power, runs in measured.items()}
+        between = best_power - 1 in measured and best_power + 1 in measured
+        return ChosenRate(group.rate_key, group.ranks, start_rate * 2.0**best_power, means, between)
 
     def _merit(self, summaries: Sequence[Summary | None]) -> tuple[float, float]:
-        """Return the sort key of a rate, lower is better: the metric, then the loss."""
+        """Return the sort key of a rate from its runs, lower is better: mean metric, mean loss; inf if a run failed."""
         metric, loss = mean_metric(summaries, self.experiment.metric), mean_metric(summaries, "loss")
         if metric is None or loss is None:
             return math.inf, math.inf
@@ -198,8 +197,8 @@ class ComparedRuns(ExperimentRuns):
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Return the report's matplotlib figures by name."""
-        groups = [figures for section in sections_of(self._analysis) for figures in section.figures.values()]
-        return {drawn.name: drawn.figure for figures in groups for drawn in figures}
+        figure_lists = [figures for section in sections_of(self._analysis) for figures in section.figures.values()]
+        return {drawn.name: drawn.figure for figures in figure_lists for drawn in figures}
 
     @cached_property
     def _analysis(self) -> Analysis:
@@ -236,7 +235,7 @@ def search_within(
     for _ in range(runs):
         center = best() if measured else 0
         candidates = (center, center - 1, center + 1)
-        new = [number for number in candidates if number not in measured]
+        new = [number for number in candidates if number not in measured]  # else repeat the least measured
         number = new[0] if new else min(candidates, key=lambda n: (len(measured[n]), merit(measured[n])))
         measured.setdefault(number, []).append(measure(number, len(measured.get(number, ()))))
     return best(), measured

@@ -58,25 +58,25 @@ def read_budget(value: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
 
 
 def read_strategies(texts: Sequence[str]) -> tuple[str, ...]:
-    """Split `a,b:key=value,key=value,c` into strategies; an item `key=value` belongs to the one before it.
+    """Split `a,b:key=value,key=value,c` into strategies; an item `key=value` belongs to the strategy before it.
 
     Raises:
-        ConfigError: an option stands before any strategy, or a name is empty.
+        ConfigError: an item does not follow a strategy with a colon and an option, or a name is empty.
     """
-    names: list[str] = []
+    parsed: list[str] = []
     for item in map(str.strip, COMMAS.split(text := ",".join(texts))):
         if _OPTION.match(item):
-            if not names or "=" not in names[-1]:
+            if not parsed or "=" not in parsed[-1]:  # no first option, which stands behind the name's colon
                 raise ConfigError(
                     f"--strategies must be names, each with options as NAME:KEY=VALUE,KEY=VALUE; got {item!r} "
-                    f"{f'after {names[-1]}' if names else 'first'}. Put a colon between a name and its first option."
+                    f"{f'after {parsed[-1]}' if parsed else 'first'}. Put a colon between a name and its first option."
                 )
-            names[-1] += f",{item}"
+            parsed[-1] += f",{item}"
         elif not item:
             raise ConfigError(f"--strategies must be names between commas; got {text!r}. Remove the empty one.")
         else:
-            names.append(item)
-    return tuple(names)
+            parsed.append(item)
+    return tuple(parsed)
 
 
 def _read_ranks(values: Sequence[object]) -> tuple[int, ...]:
@@ -123,9 +123,7 @@ class Experiment:
         Reader(read_budget),
     ] = field(default_factory=dict)
     evaluations: Annotated[
-        int,
-        Option(help="Evaluations of a run with a budget of samples or steps. 0: after epochs only."),
-        ANY,
+        int, Option(help="Evaluations of a run with a budget of samples or steps. 0: after epochs only."), ANY
     ] = 20
     settings: tuple[str, ...] = ()
     seeds: Annotated[int, COUNT] = 1
@@ -250,8 +248,7 @@ class Sweep(Experiment):
     command = "sweep"
     seeds: Annotated[int, Option(help="Runs of each combination, with different seeds."), COUNT] = 1
     strategy: Annotated[
-        str,
-        Option(metavar="NAME:KEY=VALUE,...", help="Strategy of all runs.", autocompletion=completion.strategies),
+        str, Option(metavar="NAME:KEY=VALUE,...", help="Strategy of all runs.", autocompletion=completion.strategies)
     ] = "allreduce"
     over: Annotated[
         tuple[str, ...],

@@ -47,15 +47,11 @@ def read_experiment(output: Path, kind: type[E]) -> E:
 
 
 def default(base: Path, experiment: Experiment) -> Path:
-    """Choose a folder if none is given: the one with this experiment, or the first free of `base`, `base-2`...
-
-    Only the settings of a virtual cluster are compared, not the step times that a simulation has measured for the
-    folder.
-    """
+    """Choose a folder if none is given: the one with this experiment, or the first free of `base`, `base-2`..."""
     declared, number, folder = as_json(experiment), 1, base
     while (content := read(folder)) is not None:
         held = dict(content["declared"])
-        if declared["virtual"] and held.get("virtual"):
+        if declared["virtual"] and held.get("virtual"):  # without the step times that a simulation has measured
             held["virtual"] = {key: held["virtual"].get(key) for key in declared["virtual"]}
         if not differences(held, declared):
             break
@@ -91,12 +87,12 @@ def write(
         skipped: reasons why groups can't run, a sentence each.
         tuning: chosen learning rates, and how they were chosen.
     """
-    names = [group.name for group in groups if group.kind == "strategy"]
+    strategies = [group.name for group in groups if group.kind == "strategy"]
     content = {
         "version": VERSION,
         **{key: getattr(experiment, key) for key in ("job", "metric", "target", "budget", "virtual")},
         "higher_is_better": higher_is_better,
-        "reference": "allreduce" if "allreduce" in names else next(iter(names), None),
+        "reference": "allreduce" if "allreduce" in strategies else next(iter(strategies), None),
         "tuning": tuning,
         "left_out": list(skipped),
         "declared": asdict(experiment),

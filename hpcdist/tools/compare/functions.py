@@ -150,7 +150,7 @@ def run(
             '`if __name__ == "__main__":`, or into another file.'
         )
     execution = Execution(**{f.name: options.pop(f.name) for f in fields(Execution) if f.name in options})
-    kind: type[Any]  # of Experiment
+    kind: type[Any]  # subclass of Experiment
     kind, runs_class = (Sweep, SweptRuns) if command == "sweep" else (Comparison, ComparedRuns)
     cluster_config = None
     if virtual or command == "simulate":
@@ -181,7 +181,7 @@ def run(
 def _in_folder(
     command: str, kind: type[Any], output: str | Path | None, options: Mapping[str, Any]
 ) -> tuple[Path, Any]:
-    """Read the experiment that a command without a job resumes; return its folder and the experiment."""
+    """Return the folder that a command without a job resumes, and the experiment read from it."""
     if output is None or options.get("over" if command == "sweep" else "strategies"):
         raise ConfigError(f"JOB must be given to start a {NOUNS[command]}; got none. Such as jobs/digits.py.")
     output = Path(output)
@@ -206,6 +206,7 @@ def _run_here(runs: ExperimentRuns, launcher: str | None, jobs: int | None) -> b
     on_real_ranks, is_job = experiment.virtual is None, experiment.arguments is None
     one_at_a_time = launcher is not None or (on_real_ranks and experiment.command != "sweep")
     cores_per_run = experiment.max_ranks * experiment.threads if on_real_ranks else 1
+    # The cores of each concurrent run.
     shares = share_cores(jobs or (1 if one_at_a_time else None), cores_per_run)[: len(runs.plan)]
     if len(shares) > 1 and launcher is None and experiment.command == "sweep":
         console.note(f"{len(shares)} concurrent runs, each on {len(shares[0])} of {os.cpu_count()} cores")
@@ -213,7 +214,7 @@ def _run_here(runs: ExperimentRuns, launcher: str | None, jobs: int | None) -> b
     if simulation is not None:
         console.note(str(simulation))
     if simulation is None or not is_job:  # a separate process per run, on virtual ranks too
-        with mpi_launcher(experiment, launcher, os.environ, shares) as in_processes:
-            return run_all(runs, in_processes, len(shares))
-    with VirtualLauncher(simulation, len(shares)) as on_virtual:
-        return run_all(runs, on_virtual, len(shares))
+        with mpi_launcher(experiment, launcher, os.environ, shares) as process_launcher:
+            return run_all(runs, process_launcher, len(shares))
+    with VirtualLauncher(simulation, len(shares)) as virtual_launcher:
+        return run_all(runs, virtual_launcher, len(shares))

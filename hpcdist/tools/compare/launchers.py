@@ -54,23 +54,20 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
     """
 
     def __init__(
-        self,
-        job: str,
-        launcher: Sequence[str],
-        variables: Mapping[str, str],
-        shares: Sequence[set[int]] = (),
+        self, job: str, launcher: Sequence[str], variables: Mapping[str, str], shares: Sequence[set[int]] = ()
     ):
         self._job, self._launcher = job, launcher
         self._variables = unlaunched(variables)
-        self._shares = queue.SimpleQueue[set[int]]()
+        self._shares = queue.SimpleQueue[set[int]]()  # cores that no run uses now
         for share in shares:
             self._shares.put(share)
         self._is_shared = bool(shares)
         self._starting, self._running, self._ended = threading.Lock(), set[subprocess.Popen](), False
 
     def run(self, run: PlannedRun, folder: Path) -> None:
-        """Execute a run; on an interruption end its processes first."""
+        """Execute a run; an interruption ends its processes. Raises KeyboardInterrupt if the run can be resumed."""
         arguments = [*TRIAL, str(folder)] if run.by_folder else self._arguments(run, folder)
+        # Without a launcher there is no number of ranks: one process runs all virtual ranks.
         command = [*self._launcher, *[str(run.ranks)] * bool(self._launcher), sys.executable, *arguments]
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / LOG, "ab") as log, self._share():
@@ -86,6 +83,7 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
             raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{tail}")
 
     def _arguments(self, run: PlannedRun, folder: Path) -> list[str]:
+        """Return the arguments of Python that train a run: of `hpcdist train`, or of a baseline's module."""
         is_training = run.kind != "baseline"  # baselines are other programs
         program = TRAIN if is_training else ("-m", f"hpcdist.tools.baselines.{run.name}")
         arguments = [*program, self._job, "--output", str(folder)]
@@ -108,8 +106,8 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
             self._shares.put(share)
 
     def _run(self, command: Sequence[str], log: BinaryIO) -> int:
-        """Run a command to its end, in a new session, so that Ctrl-C in the terminal does not reach it."""
-        others = psutil.Process().children()
+        """Return a command's exit status. It runs in a new session: Ctrl-C in the terminal does not reach it."""
+        earlier_children = psutil.Process().children()
         try:
             with self._starting:
                 if self._ended:
@@ -124,7 +122,7 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
             return status
         except BaseException:
             for child in psutil.Process().children():  # the interruption may come before Popen returns
-                if child not in others:
+                if child not in earlier_children:
                     end(child)
             raise
 
@@ -140,7 +138,7 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
 
 
 def end(launcher: psutil.Process) -> None:
-    """End a launcher and its ranks: SIGTERM first, so that ranks can save; SIGKILL after a timeout."""
+    """End a launcher, whose pid is its session's id, and its ranks: SIGTERM, so that ranks can save; later SIGKILL."""
     with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
         launcher.terminate()  # it forwards SIGTERM; killed, it would leave its ranks behind
         launcher.wait(ENDING_S)
@@ -171,12 +169,13 @@ def share_cores(jobs: int | None, per_run: int) -> list[set[int]]:
     """Divide this process's cores among concurrent runs; return the cores of each.
 
     Args:
-        jobs: number of runs; None: as many as fit. If there are more runs than cores, several share a core.
+        jobs: number of runs; None: as many as fit.
         per_run: cores that one run can use.
     """
     cores = sorted(os.sched_getaffinity(0))
     count = jobs or max(1, len(cores) // per_run)
     size = max(1, len(cores) // count)
+    # The first core of each run; if there are more runs than cores, from the first core again.
     starts = (size * job % (len(cores) - size + 1) for job in range(count))
     return [set(cores[start : start + size]) for start in starts]
 
@@ -184,7 +183,7 @@ def share_cores(jobs: int | None, per_run: int) -> list[set[int]]:
 def mpi_launcher(
     experiment: Comparison | Sweep, launcher: str | None, variables: Mapping[str, str], shares: Sequence[set[int]]
 ) -> MpiLauncher:
-    """Return the launcher of an experiment's runs on real ranks.
+    """Return the launcher of an experiment's runs on real ranks, or of a script's on virtual ranks.
 
     Args:
         launcher: command chosen by the user, see `find_launcher`.

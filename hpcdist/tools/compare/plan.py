@@ -69,7 +69,7 @@ class ComparedGroup:
     loop: str = ""
 
     def run(self, experiment: Experiment, seed: int, rate: float | None = None, parent: str = "runs") -> PlannedRun:
-        """Plan the run with a seed; `rate` replaces the job's learning rate.
+        """Plan the run with a seed, in the folder `parent`; `rate` replaces the job's learning rate.
 
         Example:
             >>> from hpcdist.tools.compare.plan import Comparison, groups
@@ -103,11 +103,11 @@ def read_strategy(text: str) -> tuple[str, tuple[str, ...]]:
         >>> read_strategy("softsync:splits=4,max_staleness=8")
         ('softsync', ('splits=4', 'max_staleness=8'))
     """
-    head, equals, _ = text.partition("=")
+    name_and_key, equals, _ = text.partition("=")
     if not equals:
         return text.rstrip(":"), ()
-    name, _, key = head.rpartition(":")
-    return name, tuple(COMMAS.split(key + text[len(head) :]))
+    name, _, key = name_and_key.rpartition(":")
+    return name, tuple(COMMAS.split(key + text[len(name_and_key) :]))
 
 
 def title(strategy: str) -> str:
@@ -133,7 +133,7 @@ def groups(
     """
     if isinstance(experiment, Sweep):
         return [trial_group(experiment, number) for number in range(len(points(experiment)))]
-    result, unstaged = [], WHOLE if stages > 1 else ()
+    result, whole_model = [], WHOLE if stages > 1 else ()  # settings of runs on one rank
     for ranks in experiment.ranks:
         samples = batch_size * accumulation * max(1, ranks // stages)
         for strategy in experiment.strategies:
@@ -144,12 +144,12 @@ def groups(
         for baseline in experiment.baselines:
             result.append(ComparedGroup(baseline, "baseline", ranks, samples, (), baseline, baseline))
     if experiment.virtual is not None and experiment.controls and 1 not in experiment.ranks:  # reference for speedups
-        samples, settings = batch_size * accumulation, ("strategy=allreduce", *unstaged)
+        samples, settings = batch_size * accumulation, ("strategy=allreduce", *whole_model)
         result.append(ComparedGroup("one rank", "serial", 1, samples, settings, "serial", "serial"))
-    controlled = experiment.controls and experiment.arguments is None  # the batch of a script is unknown
-    for replicas in sorted({max(1, ranks // stages) for ranks in experiment.ranks if ranks > 1 and controlled}):
+    has_controls = experiment.controls and experiment.arguments is None  # the batch of a script is unknown
+    for replicas in sorted({max(1, ranks // stages) for ranks in experiment.ranks if ranks > 1 and has_controls}):
         batch, samples = batch_size * replicas, batch_size * accumulation * replicas
-        settings, stem = ("strategy=allreduce", f"batch_size={batch}", *unstaged), f"serial-batch={batch}"
+        settings, stem = ("strategy=allreduce", f"batch_size={batch}", *whole_model), f"serial-batch={batch}"
         key = f"serial, batch {batch}"
         result.append(ComparedGroup(key, "serial", 1, samples, settings, stem, key))
         averaged = (*settings, "average_iterates=true")
@@ -185,14 +185,14 @@ def plan(
     seeds = range(experiment.seeds)
     if isinstance(experiment, Sweep):
         return tuple(group.run(experiment, seed) for group in runnable for seed in seeds)
-    chosen, shuffled = rates or {}, random.Random(0)
+    rate_by_key, rng = rates or {}, random.Random(0)  # the same order each time
     order: list[PlannedRun] = []
     for seed in seeds:
-        of_seed = [group.run(experiment, seed, chosen.get((group.rate_key, group.ranks))) for group in runnable]
-        shuffled.shuffle(of_seed)
+        of_seed = [group.run(experiment, seed, rate_by_key.get((group.rate_key, group.ranks))) for group in runnable]
+        rng.shuffle(of_seed)
         order += of_seed
-    names = [(run.folder, run.name) for run in order]  # on one rank strategies may share runs
-    if duplicate := next((folder for folder, name in names if names.count((folder, name)) > 1), None):
+    pairs = [(run.folder, run.name) for run in order]  # on one rank strategies may share runs
+    if duplicate := next((folder for folder, name in pairs if pairs.count((folder, name)) > 1), None):
         raise ConfigError(f"--strategies must differ from each other; got two for {duplicate}. Remove one of them.")
     return tuple(order)
 

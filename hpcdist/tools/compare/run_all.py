@@ -75,7 +75,7 @@ class Runner:
             threads = ThreadPoolExecutor(self._workers)
             try:
                 for worker in [threads.submit(work) for _ in range(self._workers)]:
-                    worker.result()
+                    worker.result()  # raises what its thread raised
             finally:  # also after an interruption: start no further run
                 threads.shutdown(wait=False, cancel_futures=True)
         return failed
@@ -97,7 +97,7 @@ class Runner:
 
 def missing(runs: Sequence[PlannedRun], output: Path) -> list[PlannedRun]:
     """List the runs without a result; the first one of runs that share a folder."""
-    firsts = {run.folder: run for run in reversed(runs)}.values()
+    firsts = {run.folder: run for run in reversed(runs)}.values()  # the last assignment to a folder remains
     return [run for run in reversed(firsts) if not is_done(output / run.folder)]
 
 
@@ -167,11 +167,11 @@ class ExperimentRuns(abc.ABC):
         """Return a warning if no run of a script has logged the experiment's metric."""
         folders = [self.folder / run.folder for run in self.plan]
         results = [load_summary(folder).metrics for folder in folders if is_done(folder)]
-        names, metric = sorted({name for metrics in results for name in metrics}), self.experiment.metric
-        if not results or (names and metric in ("", *names)):
+        logged, metric = sorted({name for metrics in results for name in metrics}), self.experiment.metric
+        if not results or (logged and metric in ("", *logged)):  # "": any metric
             return None
-        logged = f"no {metric}, but {', '.join(names)}" if names else "no metric"
-        return f"{self.experiment.job} logs {logged} (hpcdist.log_metrics): runs can't be judged by their results"
+        text = f"no {metric}, but {', '.join(logged)}" if logged else "no metric"
+        return f"{self.experiment.job} logs {text} (hpcdist.log_metrics): runs can't be judged by their results"
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write the report to a folder (default: `report` in the runs' folder); return the path of its page."""
@@ -205,14 +205,14 @@ def interruptible(resume_hint: Callable[[], str]) -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous_handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     except KeyboardInterrupt:
         console.note(resume_hint())
         raise
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -245,30 +245,30 @@ class RunsDisplay:
             text = _figures(summary.metrics) + (f" ({summary.stopped_early})" if summary.stopped_early else "")
         else:
             lines = [line for line in failure.splitlines() if line.strip()] or [""]
-            candidates = (
+            candidates = (  # lines that say why
                 line for line in reversed(lines) if "error" in line.lower() or line.startswith("hpcdist: rank")
             )
             text = f"FAILED: {next(candidates, lines[-1])}"
         with self._lock:
             del self._running[folder]
             self._done += 1
-            remaining, others = "", self._total - self._done
-            if others > 0:  # estimated from the finished runs: their order is random
-                remaining = f"about {console.duration((time.monotonic() - self._started_s) / self._done * others)} left"
+            left_text, n_left = "", self._total - self._done
+            if n_left > 0:  # estimated from the finished runs: their order is random
+                left_text = f"about {console.duration((time.monotonic() - self._started_s) / self._done * n_left)} left"
             line = f"{self._done} of {self._total}  {describe(run)}: {text}"
             if self._bar is None:
-                console.note(f"{line}; {remaining}" if remaining else line)
+                console.note(f"{line}; {left_text}" if left_text else line)
                 return
-        self._bar.update(self._task, completed=self._done, left=remaining)
+        self._bar.update(self._task, completed=self._done, left=left_text)
         self._bar.console.print(console.visible(line), markup=False)  # not under the lock: rich calls `lines` here
 
     def lines(self) -> list[str]:
         """Read the files of the running runs; return a line for each with its metrics and loss."""
         with self._lock:
             running, lines = list(self._running.items()), []
-            for _, (run, read) in running[:MAX_LINES]:
-                read.update()
-                lines.append(_state(run, read))
+            for _, (run, run_files) in running[:MAX_LINES]:
+                run_files.update()
+                lines.append(_state(run, run_files))
         return lines + [f"and {len(running) - MAX_LINES} more"] * (len(running) > MAX_LINES)
 
     def __rich__(self) -> Any:
@@ -311,7 +311,7 @@ def display_runs(title: str, total: int) -> Iterator[RunsDisplay]:
 def describe(run: PlannedRun) -> str:
     """Describe a run briefly: `softsync (splits 4), 4 ranks, seed 0`."""
     rate = next((setting.partition("=")[2] for setting in run.overrides if setting.startswith("optimizer.lr=")), None)
-    rate = None if rate is None or "optimizer.lr=" in run.name else rate
+    rate = None if rate is None or "optimizer.lr=" in run.name else rate  # a trial's name holds its settings
     return f"{run.name}, {count(run.ranks, 'rank')}, {f'rate {float(rate):g}, ' if rate else ''}seed {run.seed}"
 
 

@@ -32,8 +32,7 @@ def read_job(
     """Parse what the user wants to train.
 
     Returns:
-        The job as text (`Experiment.job`), its file, the script's arguments (None for a job), and whether its runs may
-        have different seeds.
+        The job as text (`Experiment.job`), its file, a script's arguments or None, and whether its seeds may differ.
 
     Raises:
         ConfigError: it is no job, script or importable function, or a job is given ARGS.
@@ -86,7 +85,7 @@ def _is_script(job: str) -> bool:
 
 
 def placeholders(job: str, arguments: Sequence[str]) -> set[str]:
-    """Return the names that a script's ARGS have placeholders for, or that a function has parameters for."""
+    """Return the names in a script's ARGS, as {NAME}, or of a function's parameters."""
     if ".py:" in job:
         return set(inspect.signature(load_function(job, "job")).parameters)
     return {name for argument in arguments for name in PLACEHOLDER.findall(argument)}
@@ -107,13 +106,14 @@ class ScriptCall:
         options = values.pop("strategy")
         name = options.pop("name")
         self._planned = PlannedLoop(str(self._file), str(folder), name, options)
-        texts = dict(setting.split("=", 1) for setting in settings) | {"run": str(folder)}
-        self._arguments = [PLACEHOLDER.sub(lambda match: texts[match[1]], argument) for argument in arguments]
-        available = {**values, "strategy": name, "run": str(folder)}
-        self._kwargs = {key: available[key] for key in placeholders(job, ()) & available.keys()}
+        # A script's arguments are texts, a function's parsed values.
+        text_by_name = dict(setting.split("=", 1) for setting in settings) | {"run": str(folder)}
+        self._arguments = [PLACEHOLDER.sub(lambda match: text_by_name[match[1]], argument) for argument in arguments]
+        value_by_name = {**values, "strategy": name, "run": str(folder)}
+        self._kwargs = {key: value_by_name[key] for key in placeholders(job, ()) & value_by_name.keys()}
 
     def __call__(self, comm: Communicator | None = None) -> None:
-        """Run the script to its end, on the ranks of MPI or of `comm`."""
+        """Run the script to its end on this rank, of MPI or, with `comm`, of a simulation."""
         start_planned(comm, self._planned)
         if ".py:" in self._job:
             with neighbours(self._file):

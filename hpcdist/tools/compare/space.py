@@ -41,7 +41,7 @@ class Axis:
         """Return a value's position between 0 and 1, by list index or in the range; NaN if the range is one point."""
         if self.values:
             return self.values.index(text) / max(1, len(self.values) - 1)
-        value, low, high = (math.log(float(end)) if self.log else float(end) for end in (text, self.low, self.high))
+        value, low, high = (math.log(float(x)) if self.log else float(x) for x in (text, self.low, self.high))
         return (value - low) / (high - low) if low < high else math.nan
 
     def text(self, value: object) -> str:
@@ -73,7 +73,7 @@ def read_axis(text: str) -> Axis:
     if ".." not in values:
         return Axis(key, listed)
     match = _RANGE.fullmatch(values)
-    low, high = (float(match[1]), float(match[2])) if match else (1.0, 0.0)
+    low, high = (float(match[1]), float(match[2])) if match else (1.0, 0.0)  # the latter is refused below
     points = int(match[4]) if match and match[4] else None
     if match is None or not low < high or (match[3] and low <= 0) or points in (0, 1):
         raise ConfigError(

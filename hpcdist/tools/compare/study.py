@@ -62,6 +62,6 @@ def open_journal(folder: Path) -> optuna.storages.JournalStorage:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     path = (folder / JOURNAL).absolute()  # absolute: Optuna's lock is a symbolic link to it
     with journal_errors(folder):
-        for line in read_bounded(path).split(b"\n")[:-1] if path.exists() else ():
+        for line in read_bounded(path).split(b"\n")[:-1] if path.exists() else ():  # the last may be incomplete
             _Line.model_validate_json(line)
         return optuna.storages.JournalStorage(JournalFileBackend(str(path)))

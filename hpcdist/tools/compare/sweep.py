@@ -47,13 +47,13 @@ class SweptRuns(ExperimentRuns):
         super().__init__(experiment, folder)
         self.skipped, self._evaluations = self.trained.unknown, self.trained.evaluations
         self._planned: dict[tuple[int, int], PlannedRun] = {}  # of started trials
-        self._trained: dict[str, int] = {}  # samples of finished runs
+        self._trained: dict[str, int] = {}  # samples of finished runs, by folder
         self._require_prunable()
         self._require_values()
         require_same(folder, experiment)  # last: the error should name a wrong setting first
 
     def _require_prunable(self) -> None:
-        """Raise ConfigError if the pruner is given several seeds, or too few evaluations."""
+        """Raise ConfigError if there is a pruner, and several seeds or too few evaluations of a run."""
         experiment = self.experiment
         if experiment.pruner == "none":
             return
@@ -69,8 +69,8 @@ class SweptRuns(ExperimentRuns):
             )
 
     def _require_values(self) -> None:
-        """Check each value of each setting, together with the first value of the other settings."""
-        ends = [axis.ends for axis in self._trials.axes]
+        """Raise ConfigError if a run can't use a value of a setting; the other settings have their first value."""
+        ends = [axis.ends for axis in self._trials.axes]  # of each setting, all listed values or the ends of its range
         first = [values[0] for values in ends]
         points = [[*first[:index], value, *first[index + 1 :]] for index, values in enumerate(ends) for value in values]
         for point in dict.fromkeys(map(tuple, points)):
@@ -80,7 +80,7 @@ class SweptRuns(ExperimentRuns):
 
     # --- runs ---------------------------------------------------------------------------------------------------------
     def run(self, runner: Runner) -> list[PlannedRun]:
-        """Execute the runs that are missing, each with settings sampled when it starts."""
+        """Execute the runs that are missing, each with settings sampled when it starts; return the failed ones."""
         self.write()
         self.trained.create_data()
         remaining = missing(self.plan, self.folder)
@@ -91,7 +91,7 @@ class SweptRuns(ExperimentRuns):
 
     def _started(self, remaining: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
         """Yield the remaining runs; a run's settings are sampled when it is taken from this iterator."""
-        for index, planned in enumerate(self.plan):
+        for index, planned in enumerate(self.plan):  # trial by trial, each with all seeds
             if planned in remaining:
                 number, seed = divmod(index, self.experiment.seeds)
                 run = self._plan(number, seed, self._trials.start(number))
@@ -110,7 +110,7 @@ class SweptRuns(ExperimentRuns):
         self._write_started()
 
     def _write_started(self) -> None:
-        """Write the settings of the started trials and the results of the finished ones."""
+        """Write `comparison.json` with the runs of started trials, and `sweep.json` with the state of all trials."""
         trials = self._trials.all()
         started = {trial.number: trial.settings for trial in trials if trial.settings is not None}
         seeds = range(self.experiment.seeds)
@@ -161,7 +161,7 @@ class SweptRuns(ExperimentRuns):
         return DataFrame(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
-        """List the started trials: the best first, then pruned, running and failed ones."""
+        """Return the table's rows, one per started trial: the best first, then pruned, running and failed ones."""
         order = ("complete", "cut", "running", "failed")
         rows = []
         for trial in self._trials.all():
@@ -173,5 +173,6 @@ class SweptRuns(ExperimentRuns):
             samples = entry["samples"] or 0
             row = {"trial": trial.number, **entry["settings"], "samples": samples, self.experiment.metric: value}
             row["state"] = trial.state
+            # Pruned trials: those that trained longest first.
             rows.append(((order.index(trial.state), -trial.evaluations if trial.state == "cut" else 0, merit), row))
         return [row for _, row in sorted(rows, key=lambda pair: pair[0])]

@@ -101,9 +101,9 @@ class TrainedScript:
         self.unknown = [f"{experiment.job} sets its batch size and its end: runs are not cut{skipped}"]
 
     def _check_placeholders(self, names: set[str]) -> None:
-        """Raise ConfigError for a placeholder without a value, or none for a setting that differs between runs."""
-        experiment, by_name = self._experiment, ".py:" in self._experiment.job
-        where = "the function's parameters" if by_name else "the {NAME} in ARGS"
+        """Raise ConfigError if a setting that differs between runs has no placeholder, or a placeholder no value."""
+        experiment, is_function = self._experiment, ".py:" in self._experiment.job
+        where = "the function's parameters" if is_function else "the {NAME} in ARGS"
         swept = [read_axis(text).key for text in experiment.over] if isinstance(experiment, Sweep) else []
         differing = [*(key for key in swept if key.partition(".")[0] != "strategy"), *["seed"] * (experiment.seeds > 1)]
         got = ", ".join(sorted(names)) or "none"
@@ -112,7 +112,7 @@ class TrainedScript:
                 f"{where} must include {lacking[0]}, otherwise all runs would be identical; got {got}. Write "
                 f"-- --{lacking[0]} {{{lacking[0]}}}{', or give --seeds 1' * (lacking[0] == 'seed')}."
             )
-        if not by_name and not names <= {*OF_EVERY_RUN, *swept}:
+        if not is_function and not names <= {*OF_EVERY_RUN, *swept}:
             raise ConfigError(f"{where} must be of {', '.join([*OF_EVERY_RUN, *swept])}; got {got}. Remove others.")
 
     def refusal(self, run: PlannedRun) -> str | None:
@@ -140,11 +140,11 @@ def _rehearsed(config: JobConfig, ranks: int) -> str | None:
 
 
 def _is_plain(group: ComparedGroup) -> bool:
-    """Return whether the strategy equals the plain optimizer on one rank, as tests check for built-in strategies."""
+    """Return whether the group's strategy is known to take the plain optimizer's steps on one rank."""
     options = load({}, None, group.settings)["strategy"]
     name = options if isinstance(options, str) else options["name"]
     cls = strategies.load(name)
-    is_builtin = cls.__module__.startswith("hpcdist.strategies.")  # others are not tested for it
+    is_builtin = cls.__module__.startswith("hpcdist.strategies.")  # tests check these
     has_own_rule = cls.contract.step == "the strategy's" or cls.contract.batch == "portions"
     return is_builtin and not has_own_rule and not {"on_nonfinite", "provider"} & set(options)
 

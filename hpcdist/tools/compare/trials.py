@@ -81,12 +81,10 @@ class Trials:
         """
         import optuna
 
-        direction = optuna.study.StudyDirection.MAXIMIZE if higher_is_better else optuna.study.StudyDirection.MINIMIZE
+        goal = optuna.study.StudyDirection.MAXIMIZE if higher_is_better else optuna.study.StudyDirection.MINIMIZE
         with self._locked():
-            study = optuna.create_study(
-                storage=self._journal, study_name=STUDY, direction=direction, load_if_exists=True
-            )
-            study.set_user_attr("first", max(1, evaluations // FIRST))
+            study = optuna.create_study(storage=self._journal, study_name=STUDY, direction=goal, load_if_exists=True)
+            study.set_user_attr("first", max(1, evaluations // FIRST))  # evaluations before a run is judged
             for point in points(self.sweep)[len(study.get_trials(deepcopy=False)) :]:
                 study.enqueue_trial(point)
 
@@ -100,6 +98,7 @@ class Trials:
             self._report_finished(study)
             frozen = study.get_trials(deepcopy=False)[number]
             if frozen.state == optuna.trial.TrialState.WAITING:
+                # study.ask() would start the first waiting trial, not this one.
                 study._storage.set_trial_state_values(frozen._trial_id, optuna.trial.TrialState.RUNNING)
             elif frozen.state.is_finished() or len(frozen.params) == len(self.axes):
                 return self._settings(frozen) or ()
@@ -109,6 +108,7 @@ class Trials:
             return self._settings(trial) or ()
 
     def run(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
+        """Plan a run of a trial with its sampled settings, which may change a job's batch size."""
         group, job = trial_group(self.sweep, number, settings), Path(self.sweep.job)
         if self.sweep.arguments is not None:
             return group.run(self.sweep, seed)
@@ -155,10 +155,10 @@ class Trials:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Lock the study, and clean up after a killed process: half a line at the journal's end, Optuna's lock file."""
-        turn = self.output / "runs"
-        with making(turn):
-            turn.mkdir(exist_ok=True)
-        with locked(turn, TURN_S), journal_errors(self.output):
+        lock_folder = self.output / "runs"
+        with making(lock_folder):
+            lock_folder.mkdir(exist_ok=True)
+        with locked(lock_folder, TURN_S), journal_errors(self.output):
             (self.output / LOCK).unlink(missing_ok=True)
             drop_partial_line(self.output / JOURNAL)
             yield
@@ -167,19 +167,19 @@ class Trials:
         """Load the study with a sampler seeded by the trial's number, so that samples are reproducible."""
         import optuna
 
-        kind = optuna.samplers.TPESampler if self.sweep.sampler == "tpe" else optuna.samplers.RandomSampler
-        study = optuna.load_study(study_name=STUDY, storage=self._journal, sampler=kind(seed=number))
-        first: int = study.user_attrs["first"]
+        sampler_class = optuna.samplers.TPESampler if self.sweep.sampler == "tpe" else optuna.samplers.RandomSampler
+        study = optuna.load_study(study_name=STUDY, storage=self._journal, sampler=sampler_class(seed=number))
+        first_judged: int = study.user_attrs["first"]
         if self.sweep.pruner == "asha":
-            study.pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=ETA)
+            study.pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=first_judged, reduction_factor=ETA)
         elif self.sweep.pruner == "median":
-            study.pruner = optuna.pruners.MedianPruner(n_warmup_steps=first)
+            study.pruner = optuna.pruners.MedianPruner(n_warmup_steps=first_judged)
         else:
             study.pruner = optuna.pruners.NopPruner()
         return study
 
     def _report_finished(self, study: optuna.Study) -> None:
-        """Report finished trials and their results to the study."""
+        """Report to the study each trial whose runs have all finished: its mean metric, or that it was pruned."""
         from optuna.trial import TrialState
 
         for frozen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
@@ -198,12 +198,13 @@ class Trials:
     def _folders(self, number: int) -> list[Path]:
         return [self.output / run.folder for run in self.planned_runs(number)]
 
-    def _settings(self, trial: Any) -> tuple[str, ...] | None:
+    def _settings(self, trial: Any) -> tuple[str, ...] | None:  # None: not sampled yet
         if any(axis.key not in trial.params for axis in self.axes):
             return None
         return tuple(f"{axis.key}={axis.text(trial.params[axis.key])}" for axis in self.axes)
 
     def _state(self, frozen: optuna.trial.FrozenTrial) -> State:
+        """Return a trial's state; it has failed if one of its runs has, though the study keeps it running."""
         if frozen.state.name == "RUNNING":
             return "failed" if any((path / FAILURE).exists() for path in self._folders(frozen.number)) else "running"
         states: dict[str, State] = {"WAITING": "waiting", "COMPLETE": "complete", "PRUNED": "cut", "FAIL": "failed"}
@@ -222,7 +223,7 @@ def train(
         ConfigError: the folder belongs to no sweep; or as for other runs.
     """
 
-    def start() -> tuple[str, list[str], bool, bool]:
+    def start() -> tuple[str, list[str], bool, bool]:  # job, settings, whether to resume, whether there is a pruner
         trials, number, seed = find_trial(run)
         overrides = trials.run(number, seed, trials.start(number)).overrides
         has_started = any(run.glob("records-rank*.jsonl"))
@@ -233,8 +234,8 @@ def train(
         return trials.judge(number, folder)
 
     started = comm.raise_on_all_ranks(lambda: start() if comm.rank == 0 else None)
-    job, overrides, resume, pruned = comm.gather(started)[0]
-    judged = judge if pruned else None
+    job, overrides, resume, has_pruner = comm.gather(started)[0]  # every rank gets rank 0's
+    judged = judge if has_pruner else None
     return runs.train(comm, Path(job), None, overrides, run, resume, None, ends_at, command, judge=judged)
 
 
@@ -244,16 +245,16 @@ def find_script(run: Path) -> tuple[Comparison | Sweep, PlannedRun, ScriptCall] 
     Called by each rank; the first caller samples the settings of a sweep's trial.
     """
     output = run.parent.parent
-    written = folder.read(output) or {"declared": {}}
-    if written["declared"].get("arguments") is None:
+    content = folder.read(output) or {"declared": {}}
+    if content["declared"].get("arguments") is None:
         return None
     experiment: Comparison | Sweep
-    if "over" in written["declared"]:
+    if "over" in content["declared"]:
         trials, number, seed = find_trial(run)
         experiment, planned = trials.sweep, trials.run(number, seed, trials.start(number))
     else:
         experiment = folder.read_experiment(output, Comparison)
-        entry = next(entry for entry in written["runs"] if output / entry["folder"] == run)
+        entry = next(entry for entry in content["runs"] if output / entry["folder"] == run)
         planned = PlannedRun(*(entry[key] for key in ("name", "kind", "ranks", "seed", "set", "folder")))
     return experiment, planned, ScriptCall(experiment.job, experiment.arguments or (), planned.overrides, run)
 
@@ -273,6 +274,7 @@ def step_samples(config: JobConfig, ranks: int) -> int:
 
 
 def _suggest(trial: optuna.Trial, axis: Axis) -> None:
+    """Sample a setting of a trial, unless the trial has it already."""
     if axis.values:
         trial.suggest_categorical(axis.key, axis.values)
     elif axis.whole:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # its module imports torch, which takes seconds
     from hpcdist.comm.communicator import Communicator, Envelope, Request
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-ARRIVED, CONTINUE = 30_001, 30_002  # tags
+ARRIVED, CONTINUE = 30_001, 30_002  # tags of messages to rank 0, and from rank 0
 SLACK = 0.5  # load average above the processors that is ignored
 SLURM_S = 5.0  # timeout for Slurm to expand a list of nodes
 Result = TypeVar("Result")
@@ -84,11 +84,11 @@ def find_nodes(comm: Communicator, host: str) -> Nodes:
 
 def name_nodes(hosts: Sequence[str], locations: Sequence[Hashable]) -> Nodes:
     """Name the nodes of ranks by their hosts; ranks with the same location are on the same node."""
-    first = {location: rank for rank, location in reversed([*enumerate(locations)])}
-    nodes = sorted(first, key=lambda location: first[location])
-    firsts = [hosts[first[location]] for location in nodes]
-    names = [name if firsts.count(name) == 1 else f"{name}#{i}" for i, name in enumerate(firsts)]
-    return Nodes(tuple(names), tuple(nodes.index(location) for location in locations))
+    first_rank = {location: rank for rank, location in reversed([*enumerate(locations)])}  # the lowest rank of each
+    node_locations = sorted(first_rank, key=lambda location: first_rank[location])
+    node_hosts = [hosts[first_rank[location]] for location in node_locations]
+    names = [name if node_hosts.count(name) == 1 else f"{name}#{i}" for i, name in enumerate(node_hosts)]
+    return Nodes(tuple(names), tuple(node_locations.index(location) for location in locations))
 
 
 def introduction(environ: Mapping[str, str]) -> str:
@@ -97,39 +97,36 @@ def introduction(environ: Mapping[str, str]) -> str:
 
 
 def introduced_nodes(introductions: Mapping[int, str]) -> Nodes:
-    """Return the nodes from the introductions of all ranks."""
+    """Return the nodes; `introductions`: each rank's text from `introduction`."""
     hosts, locations, _ = zip(*(introductions[rank].split("\n") for rank in range(len(introductions))))
     return name_nodes(hosts, locations)
 
 
 def introduced_loads(introductions: Mapping[int, str]) -> list[float]:
-    """Return each rank's `overload` from the introductions of all ranks."""
+    """Return each rank's `overload`; `introductions`: each rank's text from `introduction`."""
     return [float(introductions[rank].split("\n")[2]) for rank in range(len(introductions))]
 
 
 def overload() -> float:
-    """Return the ratio of this node's load average to its processors, at least 1."""
+    """Return the ratio of this node's load average to its number of processors; 1 if it is not overloaded."""
     processors = os.cpu_count() or 1
     return max([1.0, *(round(load / processors, 1) for load in load_average() if load > processors + SLACK)])
 
 
 def host_name(environ: Mapping[str, str]) -> str:
-    """Return the name of this node: Slurm's under srun, otherwise the host's.
-
-    Slurm's variable is not used under mpirun, which may pass its own node's value to all ranks.
-    """
+    """Return this node's name: under srun Slurm's (mpirun may pass one node's to all ranks), otherwise the host's."""
     launched, host = task(environ), platform.node()
     if launched is not None and launched.launcher.startswith("srun") and "SLURMD_NODENAME" in environ:
         return environ["SLURMD_NODENAME"]
-    return host.partition(".")[0] if "SLURM_JOB_ID" in environ else host
+    return host.partition(".")[0] if "SLURM_JOB_ID" in environ else host  # Slurm's names have no domain
 
 
 def allocated(environ: Mapping[str, str]) -> list[str]:
     """Return the nodes that Slurm has started ranks on; empty without Slurm, or if it does not answer."""
-    names = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if not names:
+    node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not node_list:
         return []
-    command = ["scontrol", "show", "hostnames", names]
+    command = ["scontrol", "show", "hostnames", node_list]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=SLURM_S, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
@@ -149,10 +146,8 @@ def gather(comm: Communicator, value: Any) -> list[Any]:
     """Collective. Return every rank's JSON value, in rank order, on every rank.
 
     Rank 0 collects and distributes the values by point-to-point messages: a waiting rank leaves its core to ranks that
-    still measure, and missing ranks are known by number. Messages: 1 per rank, p − 1 on rank 0.
-
-    Raises:
-        Unanswered: on rank 0, with all missing ranks; on another rank, with rank 0.
+    still measure, and missing ranks are known by number. Messages: 1 per rank, p − 1 on rank 0. After a timeout it
+    raises Unanswered: on rank 0 with all missing ranks, on another rank with rank 0.
     """
     if comm.rank == 0:
         by_rank = {0: value}
@@ -167,7 +162,7 @@ def gather(comm: Communicator, value: Any) -> list[Any]:
             request.wait()
         return values
     _send(comm, value, 0, ARRIVED).wait()
-    for _ in range(2):  # rank 0 may wait as long for other ranks
+    for _ in range(2):  # one timeout more: rank 0 may wait that long for other ranks
         with suppress(DeadlineError):
             return _receive(comm, CONTINUE)[1]
     raise Unanswered([0], 2 * comm.failures.deadline_s)
@@ -196,10 +191,7 @@ def _receive(comm: Communicator, tag: int) -> tuple[int, Any]:
 
 
 def attempt(seconds: float, description: str, call: Callable[[], Result]) -> Result | dict[str, str]:
-    """Call a function that may hang, for example on a dead file system; stop waiting after `seconds`.
-
-    Returns its result, or {"error": ...} if it fails or takes longer. `description`: its name, for the message.
-    """
+    """Return a call's result, or {"error": ...} if it fails or takes over `seconds`, as on a dead file system."""
     outcome: list[Result | dict[str, str]] = []
 
     def run() -> None:
@@ -208,9 +200,8 @@ def attempt(seconds: float, description: str, call: Callable[[], Result]) -> Res
         except Exception as error:
             outcome.append({"error": str(error).partition("\n")[0]})
 
-    thread = threading.Thread(
-        target=run, name=f"hpcdist-doctor: {description}", daemon=True
-    )  # no pool: it may never end
+    # No pool, whose threads Python joins at exit: this one may never end.
+    thread = threading.Thread(target=run, name=f"hpcdist-doctor: {description}", daemon=True)
     thread.start()
     thread.join(seconds)
     return outcome[0] if outcome else {"error": f"{description} did not end within {seconds:g} s."}
@@ -230,6 +221,6 @@ def listed(names: Sequence[str], max_names: int = 8) -> str:
 
 def counted(numbers: Sequence[int]) -> str:
     """Format numbers as ranges: 0-3, 7."""
-    indexed = enumerate(sorted(set(numbers)))  # constant difference within a range
+    indexed = enumerate(sorted(set(numbers)))  # within a range, number - index is constant
     spans = [[number for _, number in span] for _, span in groupby(indexed, lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)

@@ -30,18 +30,15 @@ START_S = 10.0  # timeout of MPI's start if a node has a problem
 WAIT_S = 10.0  # timeout of ranks that wait for each other
 AFTER_S, STEP_S = 2.0, 0.05  # delay before another rank reports instead of rank 0
 BACKSTOP_S = 5.0  # after the limit the process ends, even if a call holds the GIL
-_ending = threading.Lock()
+_ending = threading.Lock()  # the time limit's thread calls `_end`, too
 
 
 def examine(required: Requirements, options: ExaminationOptions) -> int:
     """Collective. Run all checks, print the findings on the first rank; return the same exit status on all ranks.
 
     If ranks don't answer, or the time limit is exceeded, all ranks are ended, with status 1 or the launcher's status
-    for an aborted job.
-
-    Raises:
-        ConfigError: no node would remain, or a file can't be written.
-        WorldError: the launcher's variables contradict each other.
+    for an aborted job. Raises ConfigError if no node would remain or a file can't be written, and WorldError if the
+    launcher's variables contradict each other.
     """
     launched = task(required.environ)
     report = Report(options, is_reporter=launched is None or launched.rank == 0)
@@ -64,12 +61,13 @@ def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> Firs
     """Start MPI, which may wait forever for a rank: after the limit this process ends, and one rank reports why."""
 
     def report_late(text: str) -> None:
-        is_first, report.is_reporter = report.is_reporter, True
+        """Print the message on this rank, rank 0 or not; called in the process that `start.limited` forks."""
+        was_reporter, report.is_reporter = report.is_reporter, True
         report.add([Finding(ERROR, text)])
-        if is_first:  # it alone writes the files
+        if was_reporter:  # it alone writes the files
             report.conclude(cut_short=True)
 
-    is_reported = _check_nodes(required, report)  # already reported
+    is_reported = _check_nodes(required, report)
     with start.limited(
         START_S if is_reported else round(limit.remaining_s(), 1),
         task(required.environ),
@@ -83,7 +81,7 @@ def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> Firs
 
 
 def _check_nodes(required: Requirements, report: Report) -> bool:
-    """Report nodes that are absent or can't connect by TCP; return whether there are any, on the first rank."""
+    """Report nodes that are absent or can't connect by TCP; return whether there are any, on rank 0 only."""
     names = tuple(base.allocated(required.environ)) if startup.takes_part(required.environ) else ()
     checked = startup.check_nodes(required.environ, names) if len(names) > 1 else startup.NOTHING
     if not checked.absent and not checked.unreachable:
@@ -121,14 +119,14 @@ def _check_ranks(messages: FirstMessages, required: Requirements, report: Report
     """Collective. Determine the nodes by MPI's first messages; end all ranks if some are absent or unreachable."""
 
     def pairs(introductions: Mapping[int, str]) -> list[startup.Pair]:
-        """Return the pairs of the nodes' first ranks; none if a rank is absent, since then all ranks end."""
+        """Store the nodes and their loads in the report. Return pairs of leaders; none if a rank is absent."""
         if len(introductions) < messages.size:
             return []
         report.nodes = base.introduced_nodes(introductions)
         report.warn_of_loads(base.introduced_loads(introductions))
         messages.reach_s *= report.patience
-        first = report.nodes.leaders
-        return [(first[a], first[b]) for a, b in startup.pairs_to_try(len(first))]
+        leaders = report.nodes.leaders
+        return [(leaders[a], leaders[b]) for a, b in startup.pairs_to_try(len(leaders))]
 
     checked = startup.check(messages, base.introduction(required.environ), pairs)
     if checked.absent:
@@ -162,7 +160,7 @@ def _examine(comm: Communicator, required: Requirements, report: Report) -> int:
 
     comm.failures.deadline_s = WAIT_S * report.patience
     report.nodes = nodes = base.find_nodes(comm, base.host_name(required.environ))
-    choose_exclusion(nodes.names, [], report.options.spare or 0)  # refuse wrong options before measuring
+    choose_exclusion(nodes.names, [], report.options.spare or 0)  # raises ConfigError if no node would remain
     report.is_reporter = comm.rank == 0
     checks = catalogue("checks")
     names = base.gather(comm, checks.available())  # plug-ins may be installed on some nodes only
@@ -179,13 +177,13 @@ def _examine(comm: Communicator, required: Requirements, report: Report) -> int:
 
 # --- end without all ranks --------------------------------------------------------------------------------------------
 def _late(report: Report) -> Finding:
-    """Return the finding that the time limit is exceeded, with the current stage."""
+    """Return the finding that the examination's time limit is exceeded; it names the current stage and this node."""
     text = f"the examination must end within {report.options.limit_s:g} s; got no end of {report.stage!r} on "
     return Finding(ERROR, f"{text}{platform.node()}. Look there at processes that hang, and at the network")
 
 
 def _end(report: Report, required: Requirements, findings: Sequence[Finding]) -> NoReturn:
-    """Report what is wrong and end all ranks; the first rank that can does so."""
+    """Report findings and end all ranks. Rank 0 does so immediately; the others wait, in case it can't."""
     with _ending:
         if not report.is_reporter:
             launched = task(required.environ)
@@ -202,15 +200,11 @@ def _end(report: Report, required: Requirements, findings: Sequence[Finding]) ->
 
 # --- time limit -------------------------------------------------------------------------------------------------------
 class TimeLimit:
-    """End the job from a background thread unless `cancel` is called within `seconds`.
-
-    Args:
-        expire: called by that thread; ends all ranks.
-    """
+    """Call `expire`, which ends all ranks, in a background thread unless `cancel` is called within `seconds`."""
 
     def __init__(self, seconds: float, expire: Callable[[], None]):
         self._expire, self._start, self._seconds = expire, time.monotonic(), seconds
-        self._timer = threading.Timer(seconds, expire)
+        self._timer = threading.Timer(seconds, expire)  # not started: `stretch` replaces it
         self.stretch(1.0)
 
     def stretch(self, times: float) -> None:
@@ -233,6 +227,7 @@ class TimeLimit:
                 self._set_backstop(self.remaining_s())
 
     def _set_backstop(self, seconds: float) -> None:
+        """End this process with a traceback BACKSTOP_S after `seconds`, without the GIL, which the timer needs."""
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(seconds + BACKSTOP_S, exit=True, file=sys.__stderr__)
 

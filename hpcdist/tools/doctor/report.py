@@ -28,7 +28,7 @@ class ExaminationOptions:
 
 
 class Report:
-    """Collect findings. `is_reporter`: this process prints them and writes the files."""
+    """The findings so far. `is_reporter`: this process prints them and writes the files."""
 
     def __init__(self, options: ExaminationOptions, is_reporter: bool):
         self.options, self.is_reporter = options, is_reporter
@@ -46,9 +46,9 @@ class Report:
             self._measured[self.stage] = measured
             self._seconds[self.stage] = time.monotonic() - self._start - sum(self._seconds.values())
         for finding in findings:
-            slowed = [name for name in finding.nodes or self.busy if name in self.busy]
-            if finding.status == ERROR and slowed:  # it may only be slow
-                finding = replace(finding, text=f"{finding.text}. {self._loads(slowed)}")
+            busy_nodes = [name for name in finding.nodes or self.busy if name in self.busy]
+            if finding.status == ERROR and busy_nodes:  # it may only be slow
+                finding = replace(finding, text=f"{finding.text}. {self._loads(busy_nodes)}")
             self.findings.append(replace(finding, check=self.stage))
             if self.is_reporter:
                 self._show(finding.status, finding.text)
@@ -70,11 +70,7 @@ class Report:
         return f"Other processes are running: {listed(texts)}"
 
     def conclude(self, cut_short: bool = False) -> int:
-        """Choose the nodes to exclude, write the files; return the exit status, 1 if checks are missing (`cut_short`).
-
-        Raises:
-            ConfigError: a file can't be written.
-        """
+        """Choose nodes to exclude, write files, print a last line; return the exit status (1 if checks are missing)."""
         options, names, self.stage = self.options, self.nodes.names, "spare"
         choice = self._choose()
         if options.spare is not None and names:
@@ -98,7 +94,7 @@ class Report:
         return choose_exclusion(names, self.findings, min(self.options.spare or 0, max(len(names) - 1, 0)))
 
     def write_files(self, status: int) -> None:
-        """Write the files that the user asked for, with the findings so far."""
+        """On the reporter, write the files that the user asked for, with the findings so far."""
         options, choice = self.options, self._choose()
         content = {"status": status, "seconds": time.monotonic() - self._start, "nodes": self.nodes.names}
         content |= {"excluded": choice.excluded, "findings": [asdict(finding) for finding in self.findings]}
@@ -125,10 +121,7 @@ def choose_exclusion(names: Sequence[str], findings: Sequence[Finding], spare: i
     """Choose `spare` nodes to exclude, one after the other, each time the worst remaining one.
 
     The worst node has the most errors that earlier choices did not remove, then the most warnings, by weight; ties: the
-    last node. Healthy nodes are excluded, too, so that the number of remaining nodes is fixed.
-
-    Raises:
-        ConfigError: no node would remain.
+    last node. Healthy nodes are excluded, too, to fix the number of remaining ones. ConfigError: none would remain.
 
     Example:
         >>> from hpcdist.tools.doctor.report import Finding, choose_exclusion
@@ -140,9 +133,9 @@ def choose_exclusion(names: Sequence[str], findings: Sequence[Finding], spare: i
     chosen: list[str] = []
     healthy: list[str] = []
     while len(chosen) < spare:
-        others = [finding for finding in findings if not set(finding.nodes) & set(chosen)]
-        worst = max((name for name in names if name not in chosen), key=lambda n: (*_faults(n, others), names.index(n)))
-        if _faults(worst, others) == (0, 0):
+        rest = [finding for finding in findings if not set(finding.nodes) & set(chosen)]
+        worst = max((name for name in names if name not in chosen), key=lambda n: (*_faults(n, rest), names.index(n)))
+        if _faults(worst, rest) == (0, 0):
             healthy.append(worst)
         chosen.append(worst)
     errors = tuple(f for f in findings if f.status == ERROR and not set(f.nodes) & set(chosen))

@@ -68,12 +68,12 @@ def check(
     if not to_try:
         return Result(arrived, absent)
     local_failures = json.dumps(transport.unreachable(to_try))
-    failed = transport.exchange(local_failures, 2 * transport.reach_s, arrived)  # without failures sooner
+    failed = transport.exchange(local_failures, 2 * transport.reach_s, arrived)  # members try for up to reach_s
     return Result(arrived, absent, tuple(sorted({tuple(pair) for row in failed.values() for pair in json.loads(row)})))
 
 
 def pairs_to_try(count: int) -> list[Pair]:
-    """Return the pairs of `count` members to try: all, or of many members those 1, 2, 4, ... apart."""
+    """Return the pairs of `count` members to try: all, or, of more than ALL_PAIRS, those 1, 2, 4, ... apart."""
     steps = range(1, count) if count <= ALL_PAIRS else [1 << i for i in range((count - 1).bit_length())]
     pairs = ((first, (first + step) % count) for first in range(count) for step in steps)
     return sorted({(min(pair), max(pair)) for pair in pairs})
@@ -93,10 +93,9 @@ def takes_part(environ: Mapping[str, str]) -> bool:
 
 
 def check_nodes(environ: Mapping[str, str], names: Sequence[str]) -> Result:
-    """Collective, with a timeout. Find absent nodes and unreachable pairs; only the first node gets the result.
+    """Collective, with a timeout. Find absent nodes and unreachable pairs of a Slurm step's nodes (host `names`).
 
-    Args:
-        names: host names of the step's nodes.
+    Only the first node gets the result; on the others, and if TCP can't be used, it is NOTHING.
     """
     step, node = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}", number(environ, "SLURM_NODEID")
     port = FIRST_PORT + (int(environ["SLURM_JOB_ID"]) + 7 * int(environ["SLURM_STEP_ID"])) % PORTS
@@ -106,8 +105,9 @@ def check_nodes(environ: Mapping[str, str], names: Sequence[str]) -> Result:
         return NOTHING  # the port is in use
     interface = environ.get("OMPI_MCA_btl_tcp_if_include", "")  # MPI's interface, if set; otherwise any
     address = next((str(a.ip.ip) for a in network.addresses() if a.interface == interface), "")
-    with listener:  # the kernel accepts connections
+    with listener:  # `unreachable` needs no accept(): the kernel completes connections to a listening socket
         transport = Tcp(listener, names[0], step, node, len(names))
+        # The first node is in no pair to try: all nodes that arrived have reached it.
         result = check(transport, address, lambda arrived: combinations(sorted(arrived)[1:], 2))
     if node > 0 or len(result.absent) == len(names) - 1 > 1:  # no node arrived: no TCP between nodes
         return NOTHING
@@ -129,11 +129,12 @@ class Tcp:
         self._texts: dict[int, str] = {}  # of the last exchange; after the first one, the nodes' addresses
 
     def exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
-        """Collective. Exchange texts through the first node; an empty one becomes the node's address."""
+        """Collective. Return texts by node (only this one if the first is absent); an empty one becomes an address."""
         self._texts = self._exchange(text, limit_s, members)
         return self._texts
 
     def _exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
+        """Collect all texts on the first node; on another node, send this text there and return the reply."""
         if self.rank == 0:
             return self._collect(text, limit_s, members)
         try:
@@ -166,7 +167,7 @@ class Tcp:
         return texts
 
     def _reach_first(self, limit_s: float) -> socket.socket:
-        """Connect to the first node, retrying until it listens."""
+        """Connect to the first node, retrying until it listens; raise OSError if it does not within `limit_s`."""
         until = time.monotonic() + limit_s
         while True:
             try:
@@ -200,7 +201,7 @@ def _write(stream: IO, value: object) -> None:
 
 # --- findings ---------------------------------------------------------------------------------------------------------
 def absent_nodes(names: Sequence[str], first: str, waited_s: float) -> Iterator[Finding]:
-    """Report the nodes that did not reach the first one by TCP."""
+    """Report the nodes (`names`) that did not reach the first one by TCP within `waited_s`."""
     for name in names:
         text = f"{name} must connect to {first} by TCP; it did not within {waited_s:g} s: it hangs, or can't reach it"
         yield Finding(WARNING, text, (name,))
@@ -209,40 +210,35 @@ def absent_nodes(names: Sequence[str], first: str, waited_s: float) -> Iterator[
 def absent_ranks(
     hosts: Mapping[int, str], absent: Sequence[int], expected: Sequence[str], waited_s: float
 ) -> list[Finding]:
-    """Report the ranks that did not answer, by node if the expected nodes are known.
-
-    Args:
-        hosts: hosts of the ranks that have answered.
-    """
+    """Report absent ranks: by expected node without any answer, or in one line. `hosts`: by rank that answered."""
     ranks = f"rank{'s' * (len(absent) > 1)} {counted(absent)}"
     text = f"every rank must answer; got nothing from {ranks} within {waited_s:g} s"
     advice = "It has ended, is stopped, or can't be reached by the network that MPI uses"
-    here = {host.partition(".")[0] for host in hosts.values()}
-    names = [name for name in expected if name.partition(".")[0] not in here]
-    if 0 not in hosts or not names:
+    answering = {host.partition(".")[0] for host in hosts.values()}
+    silent = [node for node in expected if node.partition(".")[0] not in answering]
+    if 0 not in hosts or not silent:  # without rank 0, this rank has no other rank's answer
         return [Finding(ERROR, f"{text}. {advice}")]
-    return [Finding(ERROR, f"{text}, nor from any rank on {name}. {advice}", (name,)) for name in names]
+    return [Finding(ERROR, f"{text}, nor from any rank on {node}. {advice}", (node,)) for node in silent]
 
 
 def unreachable_pairs(pairs: Sequence[tuple[int, int]], nodes: Nodes, reason: str) -> list[Finding]:
-    """Report pairs of nodes without a connection; pairs of the same node are one finding.
+    """Report pairs of nodes without a connection: all pairs of the node with most are one finding, then the next node.
 
-    Args:
-        reason: how it was detected.
+    A pair whose nodes are in no other remaining pair is reported as a faulty link. `reason`: how it was detected.
     """
     findings, remaining = [], [tuple(nodes.names[node] for node in pair) for pair in pairs]
     while remaining:
         counts = Counter(name for pair in remaining for name in pair)
         worst = max(counts, key=lambda name: (counts[name], nodes.names.index(name)))
-        ends = [pair for pair in remaining if worst in pair]
+        links = [pair for pair in remaining if worst in pair]
         remaining = [pair for pair in remaining if worst not in pair]
-        if len(ends) == 1:
-            text, causes, excluded = f"the link {'-'.join(ends[0])} passes nothing", ends[0], "one of the two"
+        if len(links) == 1:
+            text, causes, excluded = f"the link {'-'.join(links[0])} passes nothing", links[0], "one of the two"
         else:
-            others = [name for pair in ends for name in pair if name != worst]
+            others = [name for pair in links for name in pair if name != worst]
             text, causes, excluded = f"the links from {worst} to {listed(others)} pass nothing", (worst,), worst
         text += f": {reason}, though all reach {nodes.names[0]}. Exclude {excluded}, and tell the site: check "
-        findings.append(Finding(ERROR, f"{text}cables, routes and firewalls between them", causes, weight=len(ends)))
+        findings.append(Finding(ERROR, f"{text}cables, routes and firewalls between them", causes, weight=len(links)))
     return findings
 
 

@@ -143,8 +143,7 @@ class RunGroup:
 
     @property
     def seconds(self) -> dict[Seed, float]:
-        """Return the times that groups are compared by: seconds to the target (empty unless all runs reached it), or
-        seconds per sample if there is no target."""
+        """Return the times to compare: to the target (empty unless all runs reached it), or without one per sample."""
         if self.job.target is None:
             return self.seconds_per_sample
         return self.seconds_to_target if self.all_reached else {}
@@ -225,17 +224,17 @@ class Contrast:
         Args:
             min_ratio: smaller ratios of times count as tied.
         """
-        groups, signs = (self.group, self.reference), set()
+        groups, better = (self.group, self.reference), set()  # by each significant difference: is the group better?
         if self.speedup is not None and self.p_speedup < SIGNIFICANT:
-            signs |= {self.speedup.mean > 1} if max(self.speedup.mean, 1 / self.speedup.mean) >= min_ratio else set()
+            better |= {self.speedup.mean > 1} if max(self.speedup.mean, 1 / self.speedup.mean) >= min_ratio else set()
         if self.difference is not None and self.p_difference < SIGNIFICANT:
-            signs.add((self.difference.mean > 0) == self.group.job.higher_is_better)
+            better.add((self.difference.mean > 0) == self.group.job.higher_is_better)
         if all(group.n_started >= MIN_SEEDS for group in groups) and not all(
             group.seconds_to_target for group in groups
         ):
-            signs |= {group is self.group for group in groups if group.all_reached}  # the other group never did
-        if signs:
-            return "mixed" if len(signs) == 2 else "wins" if True in signs else "loses"
+            better |= {group is self.group for group in groups if group.all_reached}  # the other group never did
+        if better:
+            return "mixed" if len(better) == 2 else "wins" if True in better else "loses"
         return "unknown" if math.isnan(self.p_speedup) and math.isnan(self.p_difference) else "tied"
 
 
@@ -293,7 +292,7 @@ class Analysis:
 
 def analyse(job: JobRuns) -> Analysis:
     """Compute the statistics of a job's runs."""
-    kinds = [*KINDS, *{result.kind for result in job.runs}]
+    kinds = [*KINDS, *{result.kind for result in job.runs}]  # sort order: also of kinds that a study adds
     runs = sorted(job.runs, key=lambda r: (r.ranks, kinds.index(r.kind), r.name, r.virtual, not r.run.ended))
     rows = [job.row(result) for result in runs]
     keys = dict.fromkeys(key for row in rows for key in row)
@@ -335,7 +334,7 @@ def _contrast(group: RunGroup, reference: RunGroup) -> Contrast:
         why = "a serial control compares metrics only; see its time under scaling"
     elif group.seconds and reference.seconds:
         speedup = ratio_of(reference.seconds, group.seconds)
-        if max(speedup.high, 1 / speedup.low) - 1 < ROUNDING:
+        if max(speedup.high, 1 / speedup.low) - 1 < ROUNDING:  # equal
             speedup = replace(speedup, mean=1.0, low=1.0, high=1.0, p=1.0)
     elif group.job.target is None:
         why = "one of the groups has no finished run"
@@ -347,7 +346,7 @@ def _contrast(group: RunGroup, reference: RunGroup) -> Contrast:
 
 
 def _difference(group: RunGroup, reference: RunGroup) -> Effect:
-    """Estimate the difference of the final metric to the reference's."""
+    """Estimate the difference of the final metric to the reference's; an accuracy's noise includes the test set's."""
     estimate = effect(group.final, reference.final)
     if not is_share(group.job.metric):
         return estimate
@@ -359,7 +358,7 @@ def _difference(group: RunGroup, reference: RunGroup) -> Effect:
 
 # --- over numbers of ranks --------------------------------------------------------------------------------------------
 def _scaling(groups: Iterable[RunGroup]) -> list[ScalingRow]:
-    """Return weak and strong scaling of each group, relative to a suitable run on one rank."""
+    """Return weak and strong scaling of each group on several ranks that has a suitable group on one rank."""
     rows = []
     for group in groups:
         if group.ranks == 1 or group.total_batch is None or not group.seconds_per_sample:

@@ -40,11 +40,9 @@ def methods(analysis: Analysis) -> str:
     links = [start.virtual.get("network") for start in starts if start.virtual]
     steps = [start.virtual.get("compute") for start in starts if start.virtual]
     sign = "≥" if job.higher_is_better else "≤"
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined
-    )
-    environment.filters |= {"joined": wording.joined, "amount": wording.amount}
-    text = environment.get_template("methods.txt.j2").render(
+    env = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined)
+    env.filters |= {"joined": wording.joined, "amount": wording.amount}
+    text = env.get_template("methods.txt.j2").render(
         job=job.name or "of these runs",
         is_sweep=job.is_sweep,
         kinds=list(dict.fromkeys(f"“{group.name}”" if "," in group.name else group.name for group in groups)),

@@ -42,9 +42,8 @@ def read_runs(folder: str | Path) -> DataFrame:
     """Read all runs of a folder into a pandas frame, one row each; runs without a result included.
 
     Columns: `job` and `comparison` (or sweep; its folder); the group (`name`, `kind`, `ranks`, `virtual`); `seed`,
-    `folder` and `failure`; costs (`wall_s`, `samples`, `bytes_per_step`...); `metric.NAME` at the end;
-    `time_to_target_s`, `samples_to_target`... if a comparison has a target; and `setting.KEY` for settings that differ
-    between runs.
+    `folder` and `failure`; costs (`wall_s`, `samples`, `bytes_per_step`...); `metric.NAME` at the end; with a target
+    `time_to_target_s`, `samples_to_target`...; and `setting.KEY` for settings that differ between runs.
 
     Raises:
         ConfigError: there is no run.
@@ -98,22 +97,20 @@ def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress
     parts = [_part(analysis, f"part-{number}-" * (number > 1)) for number, analysis in enumerate(jobs, 1)]
     drawn = _write_figures(output, [section for part in parts for section in part["sections"]], progress)
     rows = [row for analysis in jobs for row in analysis.rows]
-    with open(output / "runs.csv", "w", newline="", encoding="utf-8") as lines:
-        writer = csv.DictWriter(lines, list(dict.fromkeys(key for row in rows for key in row)))
+    with open(output / "runs.csv", "w", newline="", encoding="utf-8") as csv_file:
+        writer = csv.DictWriter(csv_file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
     numbers_by_job = [numbers(analysis, part["verdict"]) | part["numbers"] for analysis, part in zip(jobs, parts)]
     content = {"version": VERSION, "jobs": numbers_by_job}
     (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
-    heading = jobs[0].job.title
-    heading = Path(heading).name if heading.endswith(".py") else heading
-    return _render(
-        f"{parts[0]['question']} {heading}" if len(jobs) == 1 else f"Runs in {title}", parts=parts, drawn=drawn
-    )
+    name = jobs[0].job.title
+    name = Path(name).name if name.endswith(".py") else name
+    return _render(f"{parts[0]['question']} {name}" if len(jobs) == 1 else f"Runs in {title}", parts=parts, drawn=drawn)
 
 
 def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
-    """Draw the part of the page about a job.
+    """Draw the part of the page about a job; return its variables for the template, and its `numbers` for JSON.
 
     Args:
         prefix: of the names of sections and figures, which must be unique in the page.
@@ -133,10 +130,10 @@ def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
     else:
         part = {"question": "Which strategy?", "facts": _facts(job), "verdict": judge(analysis)}
         part |= {"sections": sections_of(analysis), "numbers": {}}
-    part["sections"] = [section.prefixed(prefix) for section in part["sections"]]
+    part["sections"] = [item.prefixed(prefix) for item in part["sections"]]
     part["methods"] = text = methods(analysis)
     part["numbers"] |= {"methods": text}
-    virtual = {section.virtual for section in job.runs}
+    virtual = {item.virtual for item in job.runs}
     part["virtual"] = "" if True not in virtual else "some" if False in virtual else "all"
     return part | {"name": job.section, "runs": len(job.runs), "prefix": prefix}
 
@@ -154,10 +151,11 @@ def _write_figures(output: Path, sections: Sequence[Section], progress: Progress
         return {figures[number].name: drawn[number].result() for number in progress(range(len(figures)), "drawing")}
 
 
-_drawn: list[ReportFigure] = []  # in a process of `_write_figures`
+_drawn: list[ReportFigure] = []  # filled in the processes of `_write_figures`
 
 
 def _write_figure(number: int, folder: Path) -> str:
+    """Write a figure of `_drawn` as SVG, PDF and PNG; return its SVG element."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_pdf import FigureCanvasPdf
@@ -181,8 +179,8 @@ def sections_of(analysis: Analysis) -> list[Section]:
     from hpcdist.tools.report.figures.base import ReportFigure, ReportTable, Section
 
     sections = []
-    kinds = catalogue("figures")
-    plugins = [(name, kinds.load(name)) for name in kinds.available()]
+    figure_plugins = catalogue("figures")
+    plugins = [(name, figure_plugins.load(name)) for name in figure_plugins.available()]
     for name, plugin in sorted(plugins, key=lambda entry: (getattr(entry[1], "ORDER", len(plugins)), entry[0])):
         parts = list(plugin.draw(analysis))
         figures: dict[int | None, list[ReportFigure]] = {}
@@ -225,7 +223,7 @@ def _render(title: str, *, parts: Sequence[Mapping[str, Any]], drawn: Mapping[st
 
 
 def _facts(job: JobRuns) -> dict[str, str]:
-    """List the question's settings for the page's head."""
+    """Return the facts for the page's head by name: metric, target, budget, reference, runs, dates."""
     runs, better = [result.run for result in job.runs], "higher" if job.higher_is_better else "lower"
     target = wording.NONE if job.target is None else wording.value(job.metric, job.target)
     listed = {"metric": f"{job.metric} ({better} is better)", "target": target}
@@ -240,7 +238,7 @@ def _facts(job: JobRuns) -> dict[str, str]:
 
 # --- the numbers ------------------------------------------------------------------------------------------------------
 def numbers(analysis: Analysis, verdict: Verdict) -> dict[str, Any]:
-    """Collect all numbers of a job for JSON: runs with curves, groups, comparisons, scaling, and the conclusion."""
+    """Return all numbers of a job for JSON: conclusion, groups (`cells`), comparisons, scaling, runs, curves."""
     return {
         **criteria_of(analysis.job),
         "budget": analysis.job.budget,

@@ -31,8 +31,7 @@ class RunCurves(NamedTuple):
     """Curves of a run, from the records of its steps.
 
     Attributes:
-        losses: points with samples, seconds, bytes (sent and fetched by all ranks), and the mean training loss since
-            the previous point.
+        losses: points with samples, seconds, bytes (sent and fetched by all ranks), mean loss since the last point.
         evaluations: points with samples, seconds, bytes, step, epoch, joules, `metric.NAME`.
         times: seconds of each rank by activity (PARTS).
     """
@@ -119,7 +118,7 @@ class JobRuns:
         return None if reached is None else float(evaluations["bytes"][evaluations["step"] == reached.step].iloc[0])
 
     def row(self, result: RunResult) -> dict[str, Any]:
-        """Return all values of a run, without curves, by column."""
+        """Return a run's row of `runs.csv`, by column, without values that need the records of all steps."""
         run, summary, start = result.run, result.run.summary, result.run.start
         row: dict[str, Any] = {"job": self.name, "comparison": self.comparison and str(self.comparison)}
         row |= {key: getattr(result, key) for key in ("name", "kind", "ranks", "virtual", "seed")}
@@ -152,8 +151,6 @@ def read_jobs(
 ) -> list[JobRuns]:
     """Read the runs in folders, at any depth: single runs grouped by job, then each comparison and each sweep.
 
-    Each `JobRuns` has its own metric and reference, and names runs by the settings in which they differ.
-
     Args:
         target: a metric and the value to reach, for all jobs with that metric; it overrides a comparison's.
         only: folders of the runs to read; None: all.
@@ -166,6 +163,7 @@ def read_jobs(
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"FOLDER must be a folder with runs in it; got {folder}, which is not a folder.")
+    # Folders of runs by their comparison, None for single runs. A comparison that is given counts even without runs.
     groups: dict[Path | None, list[Path]] = {folder: [] for folder in folders if (folder / COMPARISON).exists()}
     for run, comparison in find_runs(folders).items():
         if only is None or run in only:
@@ -187,6 +185,7 @@ def read_jobs(
     if target is None:
         return jobs
     name, value = target
+    # Metrics of each job.
     known = [{key for result in job.runs if result.run.summary for key in result.run.summary.metrics} for job in jobs]
     if not any(name in metrics for metrics in known):
         raise ConfigError(
@@ -257,7 +256,7 @@ def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
 
 
 def _of_job(job: str | None, title: str, results: Sequence[RunResult]) -> JobRuns:
-    """Name the single runs of a job: runs with the same settings but the seed form a group."""
+    """Return the single runs of a job; runs that differ in their seeds only get the same name, and so form a group."""
     settings = _settings(results)
     runs = [replace(result, name=_name(result, settings)) for result in results]
     metric = _first_metric(runs)
@@ -280,17 +279,17 @@ def _first_metric(runs: Sequence[RunResult]) -> str:
 
 
 def _settings(runs: Sequence[RunResult]) -> dict[str, dict[Path, str]]:
+    """Return the settings, other than seeds, in which runs differ: values by folder, by dotted key."""
     different = differing({result.run.folder: result.run.settings for result in runs if result.run.start})
     return {key: values for key, values in different.items() if key.rpartition(".")[2] != "seed"}
 
 
 def _name(result: RunResult, settings: Mapping[str, Mapping[Path, str]]) -> str:
-    """Name a run by its strategy and the settings in which it differs from other runs of the job."""
+    """Return a run's name: its strategy, and the settings in which it differs from other runs of the job."""
     values = []
     for key, values_by_folder in settings.items():
-        if (
-            values_by_folder.get(result.run.folder, "null") != "null"
-        ):  # last part of the key: `splits`; `compression` for `strategy.compression.name`
+        if values_by_folder.get(result.run.folder, "null") != "null":
+            # Last part of the key: `splits`; `compression` for `strategy.compression.name`.
             parts = key.split(".")
             part = parts[-2] if parts[-1] == "name" and len(parts) > 1 else parts[-1]
             values.append(f"{part} {values_by_folder[result.run.folder]}")
@@ -317,24 +316,24 @@ def _curves(run: Run) -> RunCurves:
     steps = Steps(run.folder)
     steps.read()
     records = {name: column.to_numpy() for name, column in steps.frame.items()}  # pandas' sums are far slower
-    ranks, number = np.unique(records["rank"], return_inverse=True)
-    works = np.isin(records["rank"], records["rank"][records["samples"] > 0])
-    last = records["step"][works].max(initial=0)
+    ranks, rank_index = np.unique(records["rank"], return_inverse=True)  # the index: of each row's rank in `ranks`
+    of_workers = np.isin(records["rank"], records["rank"][records["samples"] > 0])
+    last_step = records["step"][of_workers].max(initial=0)
     sent = records["bytes_sent"] + records["bytes_fetched"]
-    sent_by_rank = [np.concatenate([[0], sent[number == i].cumsum()]) for i in range(len(ranks))]
+    sent_by_rank = [np.concatenate([[0], sent[rank_index == i].cumsum()]) for i in range(len(ranks))]
 
     def bytes_at(step: np.ndarray) -> np.ndarray:
         """Return the bytes that all ranks had sent and fetched by a step of the workers; NaN without records.
 
         Server ranks count other steps: their progress is taken as proportional to the workers'.
         """
-        part = np.minimum(1.0, step / last) if last else np.zeros(len(step))
+        part = np.minimum(1.0, step / last_step) if last_step else np.zeros(len(step))
         by_rank = [of_rank[np.round(part * (len(of_rank) - 1)).astype(int)] for of_rank in sent_by_rank]
-        return np.sum(by_rank, axis=0, dtype=float) if last else np.full(len(step), math.nan)
+        return np.sum(by_rank, axis=0, dtype=float) if last_step else np.full(len(step), math.nan)
 
-    times = {part: np.bincount(number, records[f"{part}_s"], len(ranks)) for part in PARTS}
+    times = {part: np.bincount(rank_index, records[f"{part}_s"], len(ranks)) for part in PARTS}
     return RunCurves(
-        losses=_losses(run, records, int(records["samples"][works].sum()), last, bytes_at),
+        losses=_losses(run, records, int(records["samples"][of_workers].sum()), last_step, bytes_at),
         evaluations=run.metrics.assign(bytes=bytes_at(run.metrics["step"].to_numpy(float))),
         times=DataFrame(times, index=Index(ranks, name="rank")),
     )
@@ -343,28 +342,31 @@ def _curves(run: Run) -> RunCurves:
 def _losses(
     run: Run, records: Mapping[Any, np.ndarray], total: int, last: int, bytes_at: Callable[[np.ndarray], np.ndarray]
 ) -> DataFrame:
-    """Average the training loss over blocks of steps.
+    """Return `RunCurves.losses`: the training loss averaged over up to POINTS blocks of steps.
 
     Args:
         total: samples of all workers.
         last: last step of the workers.
+        bytes_at: returns the bytes of all ranks by given steps, for points' `bytes`.
     """
+    # Moments whose samples and seconds are known; seconds between them are interpolated.
     times = [(0, 0.0), *((result.samples, result.seconds) for result in run.evaluations)]
     if run.summary is not None and total > times[-1][0]:
         times.append((total, run.summary.wall_s))
     step, samples, loss = (
         records[name][(records["samples"] > 0) & (records["losses"] > 0)] for name in ("step", "samples", "loss")
     )
-    count = max(1, min(POINTS, last))
-    number = np.minimum((step - 1) * count // max(1, last), count - 1).astype(int)
-    filled, sums = np.unique(number), np.bincount(number, samples, count)
-    trained = sums[filled].cumsum().astype(int)
+    n_blocks = max(1, min(POINTS, last))
+    # Block of each step; blocks without a finite loss have no point.
+    block = np.minimum((step - 1) * n_blocks // max(1, last), n_blocks - 1).astype(int)
+    filled, block_samples = np.unique(block), np.bincount(block, samples, n_blocks)
+    trained = block_samples[filled].cumsum().astype(int)
     points = DataFrame(
         {
             "samples": trained,
             "seconds": np.interp(trained, *np.transpose(times)),
-            "bytes": bytes_at((filled + 1) * last // count),
-            "loss": np.bincount(number, loss * samples, count)[filled] / sums[filled],
+            "bytes": bytes_at((filled + 1) * last // n_blocks),
+            "loss": np.bincount(block, loss * samples, n_blocks)[filled] / block_samples[filled],
         }
     )
-    return points[trained <= times[-1][0]]
+    return points[trained <= times[-1][0]]  # times of later ones are unknown

@@ -60,10 +60,8 @@ class SweptSettings(BaseModel):
         axes = {axis.key: axis for axis in self.space}
         for trial in self.trials:
             settings, started = trial.settings, trial.settings or trial.folders or trial.value is not None
-            complete = settings.keys() == axes.keys() and all(
-                axes[key].contains(text) for key, text in settings.items()
-            )
-            if started and not (complete and trial.folders):
+            has_all = settings.keys() == axes.keys() and all(axes[key].contains(text) for key, text in settings.items())
+            if started and not (has_all and trial.folders):
                 raise ValueError(f"trial {trial.number} must have a value of each axis, and folders")
         return self
 

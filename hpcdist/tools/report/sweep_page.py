@@ -24,6 +24,7 @@ def facts_of_sweep(swept: SweptSettings) -> dict[str, str]:
 
 
 def sections_of_sweep(swept: SweptSettings) -> list[Section]:
+    """Draw the sections: the complete trials, which settings matter, and the other trials."""
     figures = [_over(swept, number, axis) for number, axis in enumerate(swept.space, 1)] if swept.complete else []
     parallel = [_parallel(swept)] if len(swept.space) > 1 and swept.complete else []
     shares = [[key, f"{100 * share:.0f} %"] for key, share in swept.importance.items()]
@@ -47,11 +48,12 @@ def sections_of_sweep(swept: SweptSettings) -> list[Section]:
 
 
 def _table(swept: SweptSettings) -> ReportTable:
+    """Return the table of complete trials, the best first."""
     heads = ["place", *(axis.key for axis in swept.space), swept.metric, "samples", "folder"]
     rows = []
-    for rank, trial in enumerate(swept.complete, 1):
+    for place, trial in enumerate(swept.complete, 1):
         value = wording.value(swept.metric, trial.measured)
-        rows.append([str(rank), *trial.settings.values(), value, _samples(trial), trial.folders[0]])
+        rows.append([str(place), *trial.settings.values(), value, _samples(trial), trial.folders[0]])
     return ReportTable("Trials with the whole budget, the best first", heads, rows)
 
 
@@ -65,12 +67,13 @@ def _samples(trial: SweptTrial) -> str:
 
 
 def _over(swept: SweptSettings, number: int, axis: Axis) -> ReportFigure:
+    """Plot the metric of complete and pruned trials over one setting; `number` tells figures apart by name."""
     key, values = axis.key, list(axis.values)
     figure, axes = axes_of(2.6)
     for fill, state in (("none", "cut"), (COLOURS[0], "complete")):
         trials = swept.known(state)
-        x = [values.index(one.settings[key]) if values else float(one.settings[key]) for one in trials]
-        y = [one.measured for one in trials]
+        x = [values.index(trial.settings[key]) if values else float(trial.settings[key]) for trial in trials]
+        y = [trial.measured for trial in trials]
         if trials:
             axes.plot(x, y, "o", markerfacecolor=fill, markeredgecolor=COLOURS[0], linestyle="none", label=state)
         if state == "complete":
@@ -96,10 +99,10 @@ def _parallel(swept: SweptSettings) -> ReportFigure:
     figure.set_figwidth(max(WIDTH, 1.2 * (len(swept.space) + 1)))
     complete = swept.complete
     low, high = sorted((complete[-1].measured, complete[0].measured))
-    for rank, trial in reversed(list(enumerate(complete))):
+    for place, trial in reversed(list(enumerate(complete))):
         y = [axis.position(trial.settings[axis.key]) for axis in swept.space]
         y.append((trial.measured - low) / (high - low) if high > low else 0.5)
-        style: Any = {"color": COLOURS[1], "linewidth": 2.4} if rank == 0 else {"color": COLOURS[0], "alpha": 0.45}
+        style: Any = {"color": COLOURS[1], "linewidth": 2.4} if place == 0 else {"color": COLOURS[0], "alpha": 0.45}
         axes.plot(range(len(y)), y, **style)
     names = [*(_labelled(axis) for axis in swept.space), f"{swept.metric}\n{low:.4g} to {high:.4g}"]
     axes.set_xticks(range(len(names)), names, fontsize=9)

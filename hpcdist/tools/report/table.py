@@ -60,6 +60,7 @@ def tables(
         UnknownNameError: no job has such a column.
     """
     rows_by_job = [_rows(analysis) for analysis in jobs]
+    # Full names of columns; the first one of a short name stays.
     known = {_short(name): name for rows in reversed(rows_by_job) for row in rows[:1] for name in reversed(row)}
 
     def full_name(option: str, name: str) -> str:
@@ -81,6 +82,7 @@ def tables(
 
 
 def show(job_tables: Sequence[JobTable]) -> None:
+    """Print each table, without the common prefix of a column's texts, and its conclusion."""
     for table in job_tables:
         heads = _heads(table)
         texts = {name: [row[name][1] for row in table.rows] for name in table.rows[0]}
@@ -169,16 +171,16 @@ def _head(name: str) -> str:
 
 
 def _heads(table: JobTable) -> dict[str, str]:
+    """Return the heads of a table's columns; the time's has the target, and says which mean it is."""
     job, heads = table.analysis.job, {name: _head(name) for name in table.rows[0]}
     if job.target is not None:
-        several = (
-            ",\ngeometric mean" if any(len(group.seconds_to_target) > 1 for group in table.analysis.groups) else ""
-        )
-        heads["time_to_target_s"] = f"seconds\nto {job.target:g}{several}"
+        mean = ",\ngeometric mean" if any(len(group.seconds_to_target) > 1 for group in table.analysis.groups) else ""
+        heads["time_to_target_s"] = f"seconds\nto {job.target:g}{mean}"
     return heads
 
 
 def _title(analysis: Analysis) -> str:
+    """Return a table's title: the job, how many runs there are, and what the values are."""
     job, failed = analysis.job, len(analysis.failures)
     text = f"{job.name or job.title}: {wording.count(len(analysis.runs), 'run')}"
     text += f", {failed} without a result" if failed else ""
@@ -204,7 +206,7 @@ def _rows(analysis: Analysis) -> list[dict[str, Entry]]:
 
 
 def _row(group: RunGroup, columns: Iterable[str], numbers: Sequence[str], base: RunGroup | None) -> dict[str, Entry]:
-    """Return the entries of a group: counts, rates, and the columns of `runs.csv`."""
+    """Return a group's entries by column: counts, rates, the speedup over `base`, and the `columns` of `runs.csv`."""
     runs, ended, reached = len(group.runs), len(group.ended), group.seconds_to_target
     has_times = base is not None and group.virtual == base.virtual and base.seconds and group.seconds
     speedup = ratio_of(base.seconds, group.seconds) if base is not None and has_times else None
@@ -219,8 +221,8 @@ def _row(group: RunGroup, columns: Iterable[str], numbers: Sequence[str], base: 
         "speedup": (speedup, wording.times(speedup)),
     }
     if group.job.target is not None:
-        some = f" ({len(reached)} of {group.n_started})" if 0 < len(reached) < group.n_started else ""
-        text = wording.seconds_to_target(reached.values(), group.n_started) + some if group.n_started else wording.NONE
+        note = f" ({len(reached)} of {group.n_started})" if 0 < len(reached) < group.n_started else ""
+        text = wording.seconds_to_target(reached.values(), group.n_started) + note if group.n_started else wording.NONE
         row |= {"time_to_target_s": (group.mean_seconds_to_target, text), "reached": (len(reached), str(len(reached)))}
     for key in columns:
         if key not in row and key not in LEFT_OUT:
@@ -235,8 +237,8 @@ def _number(group: RunGroup, key: str) -> Entry:
         return (largest := max(group[key].values())), wording.number(largest)
     if key.startswith("metric."):
         n_values = sum(value is not None for value in group.values(key))
-        some = f" ({finite} of {n_values} finite)" if finite < n_values else ""
-        return mean, f"{mean:.4f}{some}" if finite else "not finite" if n_values else wording.NONE
+        note = f" ({finite} of {n_values} finite)" if finite < n_values else ""
+        return mean, f"{mean:.4f}{note}" if finite else "not finite" if n_values else wording.NONE
     write = wording.amount if key.startswith("bytes") else wording.number
     return mean, wording.NONE if mean is None else write(mean.mean)
 
@@ -273,17 +275,17 @@ def _is_default(name: str, rows: Sequence[Mapping[str, Entry]], job: JobRuns) ->
 
 def _sort_key(name: str, job: JobRuns, row: Mapping[str, Entry]) -> tuple[bool, float, str]:
     """Return the sort key of a row by a column: the best first, missing values last."""
-    value, higher = mean_of(row[name][0]), name in HIGHER_IS_BETTER
+    value, higher_is_better = mean_of(row[name][0]), name in HIGHER_IS_BETTER
     if name.startswith("metric."):
-        higher = job.higher_is_better if _short(name) == job.metric else is_higher_better(_short(name))
+        higher_is_better = job.higher_is_better if _short(name) == job.metric else is_higher_better(_short(name))
     with suppress(TypeError, ValueError):  # a setting's text may be a number
-        return False, float(value) * (-1 if higher else 1), ""
+        return False, float(value) * (-1 if higher_is_better else 1), ""
     return value is None, math.inf, str(value)
 
 
 def _cut_prefix(texts: Sequence[str]) -> tuple[str, list[str]]:
     """Remove the common prefix of all texts, up to a separator; return the prefix and the shortened texts."""
-    low, high = min(filter(None, texts), default=""), max(texts)
+    low, high = min(filter(None, texts), default=""), max(texts)  # in order: all others share their prefix, too
     common = low[: next((i for i, pair in enumerate(zip(low, high)) if pair[0] != pair[1]), 0)]
     common = common[: max(common.rfind(mark) for mark in SEPARATORS) + 1]
     if len(common) < LEAST_CUT:

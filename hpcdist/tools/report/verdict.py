@@ -30,9 +30,7 @@ class Verdict:
 
 def judge(analysis: Analysis) -> Verdict:
     """Write the conclusion on all comparisons of a job."""
-    compared = list(map(_compared, analysis.contrasts)) or [
-        _described(group) for group in analysis.groups if group.ended
-    ]
+    compared = list(map(_compared, analysis.contrasts)) or [_described(g) for g in analysis.groups if g.ended]
     first = [text for _, text in _first_to_reach(analysis)]
     return Verdict(_headline(analysis), [*_does_not_pay(analysis), *first, *compared], list(_caveats(analysis)))
 
@@ -43,7 +41,7 @@ def _of(group: RunGroup) -> str:
 
 
 def _on(group: RunGroup, *, always: bool = False) -> str:
-    """Return a group's name, with its number of ranks if the report has several."""
+    """Return a group's name, with its number of ranks if the report has several numbers of ranks, or `always`."""
     return _of(group) + (f" on {count(group.ranks, 'rank')}" if always or group.job.has_several_ranks else "")
 
 
@@ -57,6 +55,7 @@ def _reached(group: RunGroup) -> str:
 
 
 def _ends(*groups: RunGroup) -> str:
+    """Format the final metric of one group, or of two: `final accuracy 97 % against 96 %`."""
     metric, finals = groups[0].job.metric, [group.final_mean for group in groups]
     ends = ["no finite value" if final is None else value(metric, final.mean) for final in finals]
     return f"final {metric} {' against '.join(ends)}"
@@ -68,7 +67,7 @@ def _with_ends(groups: Iterable[RunGroup]) -> str:
 
 
 def _noise(change: Effect, span: str, corrected: float | None = None) -> str:
-    """Return an interval in brackets, marked "within noise" unless p, corrected if given, is significant."""
+    """Return an interval in brackets, marked "within noise" unless p is significant; `corrected` is p after Holm."""
     if math.isnan(change.p):
         return f" ({FEW_SEEDS})"
     p = change.p if corrected is None else corrected
@@ -95,9 +94,9 @@ def _described(group: RunGroup) -> str:
 
 
 def _compared(contrast: Contrast) -> str:
-    """Compare a group with the reference, always by time and metric."""
+    """Write a sentence that compares a group with the reference by time and by final metric."""
     group, other, job = contrast.group, contrast.reference, contrast.group.job
-    if unfinished := [one_group for one_group in (group, other) if not one_group.ended]:
+    if unfinished := [side for side in (group, other) if not side.ended]:
         return f"{capital(_on(unfinished[0]))} has no run that ended: nothing can be compared."
     if group.kind == "serial":
         text = f"One process with the same total batch, `{group.display_name}`, against {_on(other)}"
@@ -128,7 +127,7 @@ def _not_finite(group: RunGroup) -> str:
 
 # --- one rank or several ----------------------------------------------------------------------------------------------
 def _does_not_pay(analysis: Analysis) -> Iterator[str]:
-    """Name groups that were significantly slower than one process with the same total batch."""
+    """Yield a sentence for each group that was significantly slower than one process with the same total batch."""
     for row in analysis.scaling:
         if row.kind == "strong" and row.speedup.high < 1:
             yield (
@@ -139,10 +138,12 @@ def _does_not_pay(analysis: Analysis) -> Iterator[str]:
 
 
 def _first_to_reach(analysis: Analysis, min_ratio: float = 0.0) -> Iterator[tuple[RunGroup, str]]:
-    """Yield the fastest group to the target, for real and virtual time, compared with one rank, or with several.
+    """Yield the group that reached the target first, and a sentence about it; one for real, one for virtual time.
+
+    The sentence compares a group on one rank with the fastest on several ranks, and the reverse.
 
     Args:
-        min_ratio: minimal ratio of times.
+        min_ratio: yield nothing for a smaller ratio of the two times.
     """
     for virtual in dict.fromkeys(group.virtual for group in analysis.groups):
         groups = [group for group in analysis.groups if group.virtual == virtual and group.n_started]
@@ -172,36 +173,34 @@ def _headline(analysis: Analysis) -> str:
     sentences += _who_reached(analysis, bool(sentences))
     contenders = [contrast for contrast in analysis.contrasts if contrast.group.kind != "serial"]
     if contenders:
-        groups_differ = analysis.job.target is None or any(group.seconds_to_target for group in analysis.groups)
-        sentences += _winners_or_none(analysis, contenders, groups_differ and bool(sentences))
+        some_reached = analysis.job.target is None or any(group.seconds_to_target for group in analysis.groups)
+        sentences += _winners_or_none(analysis, contenders, some_reached and bool(sentences))
     reference = f"`{analysis.job.reference}`"
     return " ".join(sentences) or f"There is nothing to compare: no runs but those of {reference} on these ranks."
 
 
 def _who_reached(analysis: Analysis, is_first_named: bool) -> Iterator[str]:
-    """Name the groups that reached the target and those that did not, if groups differ in that."""
+    """Yield a sentence on the groups that reached the target and those that did not; none if all did."""
     groups = [group for group in analysis.groups if group.n_started]
-    reached_all, others = ([group for group in groups if group.all_reached is reached] for reached in (True, False))
+    in_all, others = ([group for group in groups if group.all_reached is reached] for reached in (True, False))
     if analysis.job.target is None or not others or (is_first_named and len(groups) == 2):
         return
     if not any(group.seconds_to_target for group in groups):
         yield f"No run {_done(analysis.job)}."
         return
-    names = (
-        joined(list(map(_on, reached_all))) if 0 < len(reached_all) <= NAMED else f"{len(reached_all)} groups of runs"
-    )
-    so_far = any(group.n_started < len(group.runs) for group in reached_all)
-    clauses = [f"{names} {_done(analysis.job)} in all {'runs so far' if so_far else 'seeds'}"] * bool(reached_all)
+    names = joined(list(map(_on, in_all))) if 0 < len(in_all) <= NAMED else f"{len(in_all)} groups of runs"
+    so_far = any(group.n_started < len(group.runs) for group in in_all)
+    clauses = [f"{names} {_done(analysis.job)} in all {'runs so far' if so_far else 'seeds'}"] * bool(in_all)
     for group in others if len(others) <= NAMED else ():
         verb = "" if clauses else f" {_done(analysis.job)}"
         clauses.append(f"{_on(group)}{verb} in {_reached(group)}" + f" ({_ends(group)})" * bool(group.ended))
     if len(others) > NAMED:
-        clauses.append(f"{len(others)} groups of runs did not{' in all seeds' * (not reached_all)}")
+        clauses.append(f"{len(others)} groups of runs did not{' in all seeds' * (not in_all)}")
     yield f"{capital('; '.join(clauses))}."
 
 
 def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows: bool) -> Iterator[str]:
-    """Name the groups that beat the reference, or say that none does; `follows`: after a sentence on the target."""
+    """Yield sentences on the groups that beat the reference, or that none does; `follows`: after one on the target."""
     wins, mixed, loses, tied, unknown = (
         [contrast for contrast in contenders if contrast.outcome(LEAST_RATIO) == outcome]
         for outcome in ("wins", "mixed", "loses", "tied", "unknown")
@@ -210,11 +209,7 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
     if wins:
         best = max(wins, key=lambda c: (c.group.ranks, c.p_speedup < SIGNIFICANT, c.speedup.mean if c.speedup else 0.0))
         yield "A baseline wins. " * (best.group.kind == "baseline") + _compared(best)
-        if others := {
-            one_contrast.group.name: one_contrast.group
-            for one_contrast in reversed(wins)
-            if one_contrast.group.name != best.group.name
-        }:
+        if others := {item.group.name: item.group for item in reversed(wins) if item.group.name != best.group.name}:
             beat = f"beat{'s' * (len(others) == 1)} {reference}, too"
             yield f"{capital(_with_ends(others.values()))} {beat}; winners were not tested against each other."
     if mixed:
@@ -226,18 +221,16 @@ def _winners_or_none(analysis: Analysis, contenders: Sequence[Contrast], follows
         return
     if loses:
         many = "all" if len(loses) == len(contenders) else f"{len(loses)} of {len(contenders)}"
-        references = {one_contrast.reference.label: one_contrast.reference for one_contrast in contenders}.values()
+        references = {item.reference.label: item.reference for item in contenders}.values()
         nothing = "On as many ranks nothing" if follows else "Nothing"
         yield f"{nothing} beats {_with_ends(references)}: {many} groups compared with it did significantly worse."
     else:
-        small = any(one_contrast.outcome() != "tied" for one_contrast in tied)
+        small = any(item.outcome() != "tied" for item in tied)
         if small:
             yield f"Nothing {_done(job)} {LEAST_RATIO:g} times sooner or later than {reference}."
-        tested = ["time"] * any(not math.isnan(one_contrast.p_speedup) for one_contrast in tied)
-        tested += [job.metric] * any(not math.isnan(one_contrast.p_difference) for one_contrast in tied)
-        seeds = sorted(
-            {len(side.ended) for one_contrast in tied for side in (one_contrast.group, one_contrast.reference)}
-        )
+        tested = ["time"] * any(not math.isnan(item.p_speedup) for item in tied)
+        tested += [job.metric] * any(not math.isnan(item.p_difference) for item in tied)
+        seeds = sorted({len(side.ended) for item in tied for side in (item.group, item.reference)})
         n_seeds = " to ".join(dict.fromkeys(map(str, (seeds[0], seeds[-1]))))
         text = f"no {'other ' * (follows or small)}difference from {reference} can be told from noise"
         yield f"With {n_seeds} seeds {text}, in {' or in '.join(tested)}."
@@ -307,20 +300,20 @@ def _caveats(analysis: Analysis) -> Iterator[str]:
 
 
 def _machine(job: JobRuns) -> Iterator[str]:
-    """Warn, for each host, if ranks shared cores or the machine was busy."""
+    """Yield warnings for each host of real ranks: ranks shared cores, or the host was busy."""
     starts = [r.run.start for r in job.runs if r.run.start and r.run.start.cores and not r.virtual]
     for host in dict.fromkeys(host for start in starts for host in start.cores):
         host_starts = [start for start in starts if host in start.cores]
         max_ranks = max(start.hosts.count(host) for start in host_starts)
         cores = min(start.cores[host] for start in host_starts if start.hosts.count(host) == max_ranks)
-        first = [start for start in host_starts if start.hosts[0] == host]
-        load = max((load for start in first for load in start.load), default=0.0)
-        processors = max((start.processors or 0 for start in first), default=0)
+        first_host_starts = [start for start in host_starts if start.hosts[0] == host]
+        load = max((load for start in first_host_starts for load in start.load), default=0.0)
+        processors = max((start.processors or 0 for start in first_host_starts), default=0)
         yield from (f"{host}: {text}" for text in timing_warnings(max_ranks, cores, processors, load))
 
 
 def _room(analysis: Analysis) -> Iterator[str]:
-    """Say how large the differences called noise may be."""
+    """Yield a sentence on how large the differences that are called noise may be."""
     metric, contrasts = (analysis.job.metric, [c for c in analysis.contrasts if c.group.kind != "serial"])
     times = [c.speedup for c in contrasts if c.speedup is not None and not c.p_speedup < SIGNIFICANT]
     gaps = [c.difference for c in contrasts if c.difference is not None and not c.p_difference < SIGNIFICANT]

@@ -25,7 +25,7 @@ def number(value: float, precision: int = 3) -> str:
 
 
 def seconds(value: float) -> str:
-    """"""
+    """Format a time."""
     return f"{number(value)} s"
 
 
@@ -86,6 +86,7 @@ def value(metric: str, number: float) -> str:
 
 
 def mean(metric: str, ci: Interval | None) -> str:
+    """Format a metric's mean with its interval, an accuracy in percent; a dash for None."""
     if ci is None or not ci.half > ROUNDING * abs(ci.mean):
         return NONE if ci is None else value(metric, ci.mean)
     if not is_share(metric):

@@ -55,7 +55,7 @@ def _walk(folder: Path, comparison: Path | None) -> Iterator[tuple[Path, Path | 
     """Yield the runs below a folder, each with its comparison's folder or None."""
     try:
         with os.scandir(folder) as entries:
-            below = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+            below = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}  # name: is it a folder?
     except OSError:  # no folder, or not readable
         return
     if any(name in below for name in FILES):

@@ -44,7 +44,7 @@ class ListedRun:
 
 
 def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
-    """Read a run for a list; a run with a damaged file has the state `damaged`."""
+    """Read a run for a list; with a damaged file it has the state `damaged`. `comparison`: folder of the run's."""
     comparison_path = None if comparison is None else str(comparison)
     try:
         run, tags = Run(folder), read_tags(folder)

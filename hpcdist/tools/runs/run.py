@@ -98,6 +98,7 @@ class Run:
         self.abandoned = abandoned and self.summary is None
 
     def _read(self, name: str, load: Callable[[Path], T], current: T) -> T:
+        """Read a file by `load`; return `current` if it does not exist, or is unchanged since it was read."""
         stamp = self._stamp(name)
         if stamp is None or self._stamps.get(name) == stamp:
             return current

@@ -63,6 +63,7 @@ class Steps:
         return sorted(set().union(*self._lost.values()))
 
     def read(self) -> None:
+        """Read the records that ranks have written since the last call."""
         for rank, path in record_files(self._folder).items():
             if rank not in self._tails:
                 self._tails[rank] = RecordTail(path, strict=not self._follow)
@@ -76,7 +77,7 @@ class Steps:
                     if isinstance(item, StepRecord):
                         new.append(_row(rank, item))
                         self._record_events(rank, item)
-                    else:
+                    else:  # the first step that a restarted run repeats
                         new = [row for row in new if row[1] < item]
                         rows = [row for row in rows if row[0] != rank or row[1] < item]
                         self._drop_from(rank, item)
@@ -87,6 +88,7 @@ class Steps:
         self._add(rows)
 
     def _record_events(self, rank: int, record: StepRecord) -> None:
+        """Update the newest loss of a rank, and the ranks that it reports as lost."""
         if record.loss is not None:
             self.losses[rank] = record.loss
         if record.event is not None:
@@ -94,6 +96,7 @@ class Steps:
             self._lost[rank] -= set(map(int, _BACK_EVENT.findall(record.event)))
 
     def _add(self, rows: list[tuple[float, ...]]) -> None:
+        """Add rows to the frames; if followed, double a rank's width until it has BLOCKS rows or fewer."""
         import numpy as np
         from pandas import DataFrame, concat
 
@@ -112,28 +115,29 @@ class Steps:
                 self.widths[rank] *= 2
 
     def _merged(self, frame: DataFrame) -> DataFrame:
+        """Return the frame with one row per block of `widths` steps."""
         width = frame["rank"].map(self.widths)
         blocks = frame.assign(loss=frame["loss"].where(frame["losses"] > 0), step=-(-frame["step"] // width) * width)
         rules = {name: "max" if name == "clock" else "sum" for name in COLUMNS[2:]}
         return blocks.groupby(["rank", "step"], as_index=False).agg(rules)
 
     def _drop_from(self, rank: int, first_step: int) -> None:
-        """Drop a rank's steps from `first_step` on; scale the sums of a block that is divided."""
+        """Drop a rank's steps from `first_step` on; of a block that is divided keep a proportional part of the sums."""
         self._lost[rank].clear()
         frame, width = self.frame, self.widths[rank]
-        kept = max(first_step, 1) - 1
-        last = -(-kept // width) * width  # of the block with the last kept step
+        last_kept = max(first_step, 1) - 1
+        block_end = -(-last_kept // width) * width  # last step of the block that `last_kept` is in
         self.recent = self.recent[(self.recent["rank"] != rank) | (self.recent["step"] < first_step)]
-        frame = frame[(frame["rank"] != rank) | (frame["step"] <= last)]
-        if kept < last:
-            divided = (frame["rank"] == rank) & (frame["step"] == last)
-            share = ((kept - last + width) / frame["records"]).clip(upper=1.0).where(divided, 1.0)
+        frame = frame[(frame["rank"] != rank) | (frame["step"] <= block_end)]
+        if last_kept < block_end:
+            divided = (frame["rank"] == rank) & (frame["step"] == block_end)
+            share = ((last_kept - block_end + width) / frame["records"]).clip(upper=1.0).where(divided, 1.0)
             sums = [name for name in COLUMNS[2:] if name != "clock"]
             frame = frame.assign(**{name: frame[name] * share for name in sums})
         self.frame = frame
 
 
-def _row(rank: int, record: StepRecord) -> tuple[Any, ...]:
+def _row(rank: int, record: StepRecord) -> tuple[Any, ...]:  # in the order of COLUMNS
     loss = math.nan if record.loss is None else record.loss
     stale, finite = record.staleness, int(math.isfinite(loss))
     return rank, record.step, *_copied(record), 1, loss, finite, len(stale), sum(stale), int(is_skipped(record))

@@ -43,11 +43,12 @@ class ClusterConfig(Settings):
     def described(self) -> str:
         """Return the compute model as the user wrote it, with the parsed time in seconds."""
         times: list[float] = []
+        # append returns None, so that the parser gets 1.0 for each time.
         self.steps(lambda given_s: times.append(given_s or 0.0) or 1.0)  # type: ignore[func-returns-value]
         return f"{self.compute} ({times[0]:g} s)" if times and times[0] else self.compute
 
     def steps(self, step_s: StepSeconds) -> ComputeModel:
-        """Return the model of step times; raise ConfigError if it can't be parsed, or a number is out of range."""
+        """Return the model of step times, in seconds from `step_s`; raise ConfigError if `compute` can't be parsed."""
         return _model(self.compute, step_s)
 
 
@@ -60,12 +61,13 @@ def read_cluster(path: Path | None, network: str | None, compute: str | None) ->
     options = {"network": network, "compute": compute}
     values = load({}, path) | {key: value for key, value in options.items() if value is not None}
     cluster = ClusterConfig.from_mapping(values, "cluster")
-    cluster.links()
-    cluster.steps(lambda given_s: 1.0 if given_s is None else given_s)
+    cluster.links()  # raises ConfigError
+    cluster.steps(lambda given_s: 1.0 if given_s is None else given_s)  # also; 1 s in place of a measured time
     return cluster
 
 
 def _link(text: str, name: str) -> tuple[float, float]:
+    """Parse `50us,10Gbit/s`: return seconds and bytes per second; `name` is the setting's, for messages."""
     latency, comma, bandwidth = text.partition(",")
     if not comma:
         raise ConfigError(f"{name} must be LATENCY,BANDWIDTH; got {text!r}. Write it as 50us,10Gbit/s.")
@@ -73,7 +75,7 @@ def _link(text: str, name: str) -> tuple[float, float]:
 
 
 def _model(text: str, step_s: StepSeconds) -> ComputeModel:
-    """Parse a compute model such as `jitter:20ms,0.2`; `straggler` and `slow` wrap another model."""
+    """Parse a compute model such as `jitter:20ms,0.2`, with times from `step_s`; some wrap another model."""
     name, colon, rest = text.strip().partition(":")
     if not colon:
         name, rest = "constant", name

@@ -88,14 +88,14 @@ class Simulation:
         run_virtual(script or body, run.ranks, seed=run.seed, network=cluster.links(), compute=compute)
 
     def _samples(self, run: PlannedRun) -> int:
-        """Return the samples of a rank's step, or the cluster's if the run sets its own step times."""
+        """Return the samples of a rank's step; `self.samples`, for no scaling, if the run sets its own step times."""
         if run.loop or any(setting.startswith("compute=") for setting in run.cluster):
             return self.samples
         _, config = runs.specify(Path(self.job), None, run.overrides)
         return config.batch_size * config.accumulation
 
     def _step_s(self, given_s: float | None, samples: int) -> float:
-        """Return the seconds of a step with this number of samples."""
+        """Return the seconds of a step with this number of samples; `given_s`: of one with `self.samples`, if known."""
         if given_s is not None:
             return given_s * samples / self.samples if self.samples else given_s
         nearest = min(self.step_s, key=lambda size: abs(size - samples))
@@ -105,9 +105,8 @@ class Simulation:
 class VirtualLauncher:
     """Execute runs on virtual ranks, in this process or in `workers` processes, each with one thread.
 
-    `run` may be called by as many threads. Only this process handles signals that end a program, and then ends the
-    workers: a terminal sends Ctrl-C to all processes, and each would print a traceback. Workers also end if this
-    process is killed.
+    As many threads may call `run`. Only this process handles signals that end a program, and ends the workers: Ctrl-C
+    in a terminal goes to all processes, and each would print a traceback. Workers also end if this process is killed.
     """
 
     def __init__(self, simulation: Simulation, workers: int = 1):
@@ -123,11 +122,11 @@ class VirtualLauncher:
             failure = _train(self._simulation, run, folder)
         else:
             try:
-                before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # inherited by processes started here
+                old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # inherited by processes started here
                 try:
                     future = self._pool.submit(_train, self._simulation, run, folder)
                 finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                    signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
                 failure = future.result()
             except BrokenProcessPool:
                 if self._ended:

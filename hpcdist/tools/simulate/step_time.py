@@ -40,11 +40,13 @@ def measure_step(job: Job, config: JobConfig, samples: int) -> float:
 
 
 def _median_s(job: Job, config: JobConfig, samples: int) -> float:
+    """As `measure_step`, with the current number of threads and random state."""
     device = local_device(0)
     torch.manual_seed(config.seed)
     module = job.model(**config.model).to(device)
     optimizer = config.optimizer.build(module.parameters())
     x, y = (tensor.to(device) for tensor in first_batch(job, config, samples))
+    # With gradient accumulation a step has several backward passes.
     parts = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))
 
     def evaluate() -> torch.Tensor:
@@ -65,12 +67,12 @@ def _median_s(job: Job, config: JobConfig, samples: int) -> float:
 
 
 def on_cluster(experiment: E, cluster: ClusterConfig, output: Path) -> E:
-    """Return the experiment with a description of its virtual cluster, whose step times are measured once per folder.
+    """Return the experiment with `virtual`: the cluster, a step's `samples`, and `step_s`, measured once per folder.
 
-    Creates the job's data file if it is missing, since concurrent processes can't.
+    `Simulation` describes the last two. Creates the job's data file if it is missing, since concurrent processes can't.
 
     Raises:
-        ConfigError: a setting is wrong.
+        ConfigError: a setting is wrong, or the compute model does not suit the number of ranks.
     """
     if experiment.arguments is not None:
         if MEASURED in cluster.compute:
@@ -88,12 +90,13 @@ def on_cluster(experiment: E, cluster: ClusterConfig, output: Path) -> E:
         cluster.steps(lambda given_s: given_s or 1.0).check(experiment.max_ranks)
         described = {**cluster.model_dump(), "samples": step_samples}
         step_s: dict[str, float] = {}
+        # Of an existing simulation in the folder.
         stored = (read(output) or {}).get("virtual") or {}
         if MEASURED in cluster.compute and described.items() <= stored.items():
             step_s = stored["step_s"]
         elif MEASURED in cluster.compute:
             stages = config.parallel.stages
-            sizes = {step_samples}
+            sizes = {step_samples}  # and those of serial controls, with the batch of all replicas
             if isinstance(experiment, Comparison) and experiment.controls:
                 sizes |= {step_samples * max(1, ranks // stages) for ranks in experiment.ranks}
             step_s = {str(size): float(f"{measure_step(job, config, size):.3g}") for size in sorted(sizes)}

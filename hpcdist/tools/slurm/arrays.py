@@ -63,7 +63,7 @@ def specify(
     for ranks in sorted({run.ranks for run in runs}):
         array_runs = [run for run in runs if run.ranks == ranks]
         payload: dict[str, Any] = {"job": experiment.job, "cases": [list(run.overrides) for run in array_runs]}
-        if array_runs[0].by_folder:
+        if array_runs[0].by_folder:  # `hpcdist trial` reads its settings from `output`
             payload = {"command": ["hpcdist", "trial"], "cases": [[] for _ in array_runs]}
         spec = load_spec(
             overrides=overrides,
@@ -91,10 +91,7 @@ def specify(
 def submit_missing(
     experiment_runs: ExperimentRuns, site: str, overrides: Sequence[str], at_once: int | None = None
 ) -> bool:
-    """Submit the missing runs to Slurm, one array per number of ranks; return whether a check found an error.
-
-    Everything is checked, as by `hpcdist slurm check`, before a file is written.
-    """
+    """Check the missing runs; submit an array per number of ranks, or return True if a check found an error."""
     output, profile = experiment_runs.folder, load_site(site)
     waiting = pending(output)
     remaining = [run for run in missing(experiment_runs.plan, output) if output / run.folder not in waiting]
@@ -122,13 +119,13 @@ def submit_missing(
 
 
 def show(experiment_runs: ExperimentRuns, waiting: Mapping[Path, State]) -> bool:
-    """Show the results so far while other runs wait or run under Slurm; return whether a run failed."""
+    """Show the results so far; return whether a run failed. `waiting`: waiting and running tasks, from `pending`."""
     output, planned = experiment_runs.folder, {run.folder: run for run in experiment_runs.plan}.values()
     remaining = missing(experiment_runs.plan, output)
-    pending = sum(state.state == "PENDING" for state in waiting.values())
+    n_pending = sum(state.state == "PENDING" for state in waiting.values())
     console.note(
-        f"{len(planned) - len(remaining)} of {len(planned)} runs have ended; Slurm tasks: {len(waiting) - pending} "
-        f"running, {pending} waiting"
+        f"{len(planned) - len(remaining)} of {len(planned)} runs have ended; Slurm tasks: {len(waiting) - n_pending} "
+        f"running, {n_pending} waiting"
     )
     failed = [run for run in remaining if (output / run.folder / FAILURE).exists()]
     if len(remaining) < len(planned):
@@ -142,14 +139,12 @@ def pending(output: Path) -> dict[Path, State]:
     """Return the states of the waiting and running tasks, by the folders of their runs.
 
     For a task that ended without a result, the reason is written to its run's folder, as for runs on this machine.
-
-    Raises:
-        QueueError: a run has no result yet, and Slurm can't be queried.
+    Raises QueueError if a run has no result yet and Slurm can't be queried.
     """
-    tasks = {}  # by folder; a later entry is a resubmission
+    tasks = {}  # entry and task number by folder; a later entry is a resubmission
     for entry in history.read(output):
         for number, folder in enumerate(entry.folders):
-            tasks[output / folder.parent.name / folder.name] = entry, number
+            tasks[output / folder.parent.name / folder.name] = entry, number  # its path from here
     tasks = {folder: task for folder, task in tasks.items() if not is_done(folder) and not (folder / FAILURE).exists()}
     states = {job: queue.states(job) for job in dict.fromkeys(entry.job for entry, _ in tasks.values())}
     unfinished = {}
@@ -163,12 +158,13 @@ def pending(output: Path) -> dict[Path, State]:
 
 
 def _state_of(task: str, states: Sequence[State]) -> State:
-    """Return a task's state; Slurm lists waiting tasks in one entry, such as 7_[2-3]."""
+    """Return a task's state; Slurm lists waiting tasks in one entry, such as 7_[2-3], and forgets ended ones."""
     waiting = (state for state in states if "[" in state.job and not state.ended)
     return next((state for state in states if state.job == task), next(waiting, State(task, FORGOTTEN)))
 
 
 def _write_failure(folder: Path, state: State, log: Path) -> None:
+    """Write a task's last state, and the last lines of its log, to its run's folder."""
     if not is_done(folder):  # it may have ended meanwhile
         folder.mkdir(parents=True, exist_ok=True)
         tail = "\n".join(last_lines(log, LAST_LINES)) or "(none)"

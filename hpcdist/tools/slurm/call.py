@@ -32,14 +32,10 @@ class CallOutcome(NamedTuple):
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle a call, after a header (Python's version, module search path) that is needed to unpickle it.
-
-    Raises:
-        ConfigError: the function or an argument can't be pickled.
-    """
-    head = pickle.dumps((PYTHON, [os.path.abspath(path) for path in sys.path]))
+    """Pickle a call after a header needed to unpickle it; raise ConfigError naming a value that can't be pickled."""
+    header = pickle.dumps((PYTHON, [os.path.abspath(path) for path in sys.path]))
     try:
-        return head + cloudpickle.dumps((function, args, kwargs))
+        return header + cloudpickle.dumps((function, args, kwargs))
     except Exception as error:  # pickle raises anything
         numbered = {f"argument {number}": value for number, value in enumerate(args, 1)}
         for name, value in {"function": function, **numbered, **kwargs}.items():
@@ -54,11 +50,7 @@ def pickled_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
 
 
 def run_call(folder: Path) -> Any:
-    """Load the call from a folder, execute it, and return the result.
-
-    Raises:
-        MismatchError: this Python has another version than the one that submitted the function.
-    """
+    """Load a call from a folder and return its result; raise MismatchError if another Python version has pickled it."""
     with open(folder / "call.pickle", "rb") as file:
         python, module_paths = pickle.load(file)
         if python != PYTHON:
@@ -73,7 +65,6 @@ def run_call(folder: Path) -> Any:
 
 
 def outcome_file(folder: Path, rank: int) -> Path:
-    """Return the file for a rank's outcome."""
     return folder / f"rank-{rank}.pickle"
 
 
@@ -89,7 +80,7 @@ def main(folder: Path) -> None:
     """Execute the call on this rank. An exception is written to the outcome file, then ends all ranks."""
     launched = task(os.environ)
     rank = 0 if launched is None else launched.rank
-    outcome_file(folder, rank).unlink(missing_ok=True)  # left by a requeued job
+    outcome_file(folder, rank).unlink(missing_ok=True)  # a requeued job finds its earlier start's
     try:
         write_outcome(folder, rank, CallOutcome(run_call(folder)))
     except Exception as error:

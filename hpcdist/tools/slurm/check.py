@@ -33,15 +33,11 @@ OWNED = {option: key for key, options in {
     "gpus": "gpus gpus-per-node gpus-per-task gpus-per-socket",
 }.items() for option in options.split()}  # fmt: skip
 
-Problems = Iterator[Problem]
+Problems = Iterator[Problem]  # of a rule, see RULES
 
 
 def examine(spec: JobSpec, site: Site, environ: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Check a job and return all findings, the errors first. Reads files, and queries Slurm if available.
-
-    Raises:
-        ConfigError: the script can't be rendered.
-    """
+    """Check a job; return all findings, the errors first. Raises ConfigError if the script can't be rendered."""
     text = render(spec, site).text
     findings = [finding for rule in RULES for finding in rule(spec, site)]
     findings += [*_environment(environ), *_syntax(text), *limits.refusals(spec, site, text)]
@@ -49,6 +45,7 @@ def examine(spec: JobSpec, site: Site, environ: Mapping[str, str] = os.environ) 
 
 
 def _time(spec: JobSpec, site: Site) -> Problems:
+    """Compare the time limit with `warn_s`, the seconds before it at which ranks save and leave."""
     limit_s = 60 * spec.time_min
     if spec.warn_s >= limit_s:
         yield error(
@@ -67,15 +64,16 @@ def _time(spec: JobSpec, site: Site) -> Problems:
 
 
 def _directives(spec: JobSpec, site: Site) -> Problems:
+    """Report options of sbatch that a setting with a value already determines (see OWNED)."""
     for option, value in {**site.directives.add, **spec.directives.add}.items():
-        name = "gpus" if option == "gres" and "gpu" in str(value) else OWNED.get(option, "")
+        attribute = "gpus" if option == "gres" and "gpu" in str(value) else OWNED.get(option, "")
         if (
             value is not False
-            and name
-            and (setting := getattr(spec, name)) not in (None, [])
-            and (setting or name != "gpus")
+            and attribute
+            and (setting := getattr(spec, attribute)) not in (None, [])
+            and (setting or attribute != "gpus")
         ):
-            key = "gpus_per_rank" if name == "gpus" else name
+            key = "gpus_per_rank" if attribute == "gpus" else attribute
             yield error(
                 f"directives.add must leave {option} to {key}, which is {setting!r}; got {value!r}. Set {key}, which "
                 "the script uses."
@@ -113,8 +111,8 @@ def _command(spec: JobSpec, site: Site) -> Problems:
         problem = "a file that is not executable" if is_file else missing
         advice = "; those of the site's venv need no path" if "/" in program else ", or load it by the site's modules"
         advice = f"Write python {program}" if program.endswith(".py") else f"Name one{advice}"
-        finding = warning if has_site_software and "/" not in program else error
-        yield finding(f"command must start with a program; got {program}, {problem}. {advice}.")
+        level = warning if has_site_software and "/" not in program else error
+        yield level(f"command must start with a program; got {program}, {problem}. {advice}.")
         return
     is_python = re.fullmatch(r"python[\d.]*", Path(program).name) is not None
     script = _script(arguments) if is_python or Path(program).name in ("bash", "sh") else None
@@ -143,6 +141,7 @@ def _script(arguments: Sequence[str]) -> str | None:
 
 
 def _output(spec: JobSpec, site: Site) -> Problems:
+    """Report an output folder that can't be written, or that other nodes don't see."""
     if spec.output.startswith("~") or "$" in spec.output:
         return  # reported by `_paths`
     folder = Path(spec.output).absolute()
@@ -168,6 +167,7 @@ def _strategy(spec: JobSpec, site: Site) -> Problems:
 
 
 def _servers(spec: JobSpec, site: Site) -> Problems:
+    """Compare the number of servers with the ranks, and with the nodes that are to hold servers."""
     if spec.shape != "parameter_server":
         return
     if spec.size <= spec.servers:
@@ -213,6 +213,7 @@ def _gpus(spec: JobSpec, site: Site) -> Problems:
 
 
 def _cores(spec: JobSpec, site: Site) -> Problems:
+    """Warn if a rank has one core, though one of its threads must serve other nodes while it computes."""
     if spec.command or spec.nodes == 1 or spec.cpus_per_rank > 1:
         return
     name = _strategy_name(spec)
@@ -226,9 +227,9 @@ def _cores(spec: JobSpec, site: Site) -> Problems:
 
 def _resuming(spec: JobSpec, site: Site) -> Problems:
     """Warn if a requeued job would lose its work, or a shrunk job can't continue."""
-    saves = _run(spec).get("checkpoint", {})
+    checkpoints = _run(spec).get("checkpoint", {})
     can_resume = spec.requeue and spec.shape != "interactive" and not spec.command
-    if can_resume and not (saves.get("every_s", True) or saves.get("every_steps")):
+    if can_resume and not (checkpoints.get("every_s", True) or checkpoints.get("every_steps")):
         yield warning(
             "checkpoint.every_s must be above 0 for a requeued job to keep its work when a node dies; got 0, and no "
             "checkpoint.every_steps. Remove it from settings; at the time limit ranks save anyway."
@@ -263,7 +264,7 @@ def _study(spec: JobSpec, site: Site) -> Problems:
 def _settings(spec: JobSpec, site: Site) -> Problems:
     """Check the job's file and the run's settings as `hpcdist train` does; for a study, those of each case."""
     cases = spec.cases or [[]]
-    cases_with: dict[Problem, list[int]] = {}
+    cases_with: dict[Problem, list[int]] = {}  # numbers of the cases with each problem
     for number, case in enumerate(cases if _files_exist(spec) else ()):
         for finding in _config_errors(spec, case):
             cases_with.setdefault(finding, []).append(number)

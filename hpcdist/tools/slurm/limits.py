@@ -47,7 +47,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def refusals(spec: JobSpec, site: Site, text: str) -> Iterator[Problem]:
-    """Query Slurm whether it accepts the job's script; a note if there is no Slurm."""
+    """Report what Slurm's partitions, PMI types and `sbatch --test-only` refuse; a note if Slurm does not answer."""
     if shutil.which("sbatch") is None:
         yield note("Slurm must be on PATH for its checks; found no sbatch. Run this on a host of the cluster, too.")
         return
@@ -91,7 +91,7 @@ def minutes(limit: str) -> float:
     if not match:
         return float("inf")
     days, first, second, third = (int(part or 0) for part in match.groups())
-    if match[1] or match[4]:
+    if match[1] or match[4]:  # the first number is hours, otherwise minutes
         return 1440 * days + 60 * first + second + third / 60
     return first + second / 60
 
@@ -120,10 +120,10 @@ def unmet_requests(spec: JobSpec, site: Site, available: Sequence[Node]) -> Iter
     for setting, (count, unit, capacities) in too_large.items():
         largest = f"{max(capacities)} GB" if unit == "GB" else counted(max(capacities), unit)
         yield error(f"{setting} must be at most the {largest} of a node of {', '.join(chosen)}; got {count}.")
-    fit = sum(all(count <= capacities[i] for count, _, capacities in needs.values()) for i in range(len(candidates)))
-    if not too_large and fit < spec.nodes + spec.spare_nodes:
+    n_fit = sum(all(count <= capacities[i] for count, _, capacities in needs.values()) for i in range(len(candidates)))
+    if not too_large and n_fit < spec.nodes + spec.spare_nodes:
         yield error(
-            f"nodes + spare_nodes must be at most the number of fitting nodes of {', '.join(chosen)}, {fit}; "
+            f"nodes + spare_nodes must be at most the number of fitting nodes of {', '.join(chosen)}, {n_fit}; "
             f"got {spec.nodes + spec.spare_nodes}. Take fewer, with more ranks on each."
         )
     longest = max(node.limit_min for node in candidates)

@@ -13,11 +13,7 @@ def sites() -> list[str]:
 
 
 def folder(kind: str) -> Path:
-    """Return the folder `templates` or `sites`, next to the package in a checkout, or among a wheel's data files.
-
-    Raises:
-        ConfigError: not found.
-    """
+    """Return the folder `templates` or `sites`, next to the package in a checkout, or among a wheel's data files."""
     package = Path(__file__).parents[2]
     prefixes = [*package.parents, Path(sys.prefix)]
     candidates = [package.parent / "slurm", *(prefix / "share" / "hpcdist" / "slurm" for prefix in prefixes)]

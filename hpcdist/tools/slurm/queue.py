@@ -36,7 +36,7 @@ def submit(spec: JobSpec, text: str) -> Submission:
         )
     Path(spec.output).mkdir(parents=True, exist_ok=True)  # without it the job would fail immediately and silently
     history.FOLDER.mkdir(exist_ok=True)
-    unnamed = history.FOLDER / f"submitting-{os.getpid()}.sh"
+    unnamed = history.FOLDER / f"submitting-{os.getpid()}.sh"  # until the job's number is known
     try:
         unnamed.write_text(text)  # if this fails, no job was submitted
         job = ask("sbatch", "--parsable", str(unnamed)).strip().partition(";")[0]
@@ -44,6 +44,7 @@ def submit(spec: JobSpec, text: str) -> Submission:
     finally:
         unnamed.unlink(missing_ok=True)
     commit, dirty = git_commit()
+    # The log's path, as Slurm will expand it: %% stands for %, and must not be taken for the start of %j.
     log = spec.log.replace("%%", "\0").replace("%j", job).replace("%A", job).replace("%x", spec.name)
     entry = Submission(
         job=job,
@@ -62,11 +63,7 @@ def submit(spec: JobSpec, text: str) -> Submission:
 
 
 def ask(*command: str, **variables: str) -> str:
-    """Run a command of Slurm, with extra environment variables, and return its output.
-
-    Raises:
-        QueueError: the command is missing, fails, or does not answer.
-    """
+    """Run a command of Slurm, with extra environment variables, and return its output; raise QueueError if it fails."""
     if shutil.which(command[0]) is None:
         raise QueueError(
             f"{command[0]} must be on PATH to reach Slurm; found none. Log in to a host of the cluster, or load its "
@@ -104,8 +101,7 @@ def states(job: str) -> list[State]:
 
 
 def _forgotten(job: str) -> list[State]:
-    """Return the states of a job that the controller has forgotten, from the accounting if there is one, or the
-    history."""
+    """Return the states of a job that the controller has forgotten: from the accounting, or only FORGOTTEN."""
     tasks = _from_accounting(job)
     if not tasks and "_" in job:  # tasks that never started share one line
         tasks = [state for state in _from_accounting(job.partition("_")[0]) if "[" in state.job]
@@ -119,7 +115,7 @@ def _forgotten(job: str) -> list[State]:
 
 
 def _from_accounting(job: str) -> list[State]:
-    """Return the states of a job, or of an array's tasks, from the accounting, which has a line per start."""
+    """Return the states of a job, or an array's tasks, at their last starts; empty if the accounting has none."""
     columns = "DBIndex,JobID,State,Elapsed,Timelimit,NodeList,ExitCode"
     options = ("--allocations", "--duplicates", "--noheader", "--parsable2", "--format", columns)
     starts: dict[str, list[State]] = {}
@@ -129,9 +125,9 @@ def _from_accounting(job: str) -> list[State]:
             _, task, task_state, elapsed, limit, nodes, code = line.split("|")
             task_state = task_state.split()[0]  # "CANCELLED by 1000"
             nodes = "" if nodes == "None assigned" else nodes
-            before = starts.setdefault(task, [])
-            before.append(State(task, task_state, "", nodes, elapsed, limit, len(before), status_of(task_state, code)))
-    return [states[-1] for states in starts.values()]
+            prior = starts.setdefault(task, [])
+            prior.append(State(task, task_state, "", nodes, elapsed, limit, len(prior), status_of(task_state, code)))
+    return [task_states[-1] for task_states in starts.values()]
 
 
 def consumed_joules(job: str) -> float | None:
@@ -171,8 +167,8 @@ def wait(job: str, callback: Callable[[Sequence[State]], None] = lambda tasks: N
     pause_s = SHORTEST_S
     ended: dict[str, State] = {}  # of an array: the controller may forget a task before the others have ended
     while True:
-        now = {state.job: state for state in states(job)}
-        tasks = list({**ended, **now}.values())
+        current = {state.job: state for state in states(job)}
+        tasks = list({**ended, **current}.values())
         callback(tasks)
         if all(state.ended for state in tasks):
             return max(state.status for state in tasks)

@@ -23,12 +23,12 @@ def _one_line(text: str) -> str:
 
 
 def _shell_text(text: str) -> str:
-    """Refuse NUL, which ends a C string. The shell passes on all other bytes."""
+    """Refuse text with NUL, which ends a C string, or that UTF-8 can't encode. The shell passes on all other bytes."""
     try:
-        holds = b"\0" not in text.encode()
+        is_valid = b"\0" not in text.encode()
     except UnicodeEncodeError:
-        holds = False
-    if not holds:
+        is_valid = False
+    if not is_valid:
         raise ValueError(f"must be text without NUL, in UTF-8; got {text!r}. Take another name.")
     return text
 

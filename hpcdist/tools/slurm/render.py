@@ -48,13 +48,13 @@ class Script:
 
     def with_reasons(self) -> str:
         """Return the script with each reason as a comment above its lines."""
-        lines, last = [], ""
+        lines, last_reason = [], ""
         for line in self.lines:
-            if line.reason != last and line.reason and line.text != "#!/bin/bash":
+            if line.reason != last_reason and line.reason and line.text != "#!/bin/bash":  # nothing may stand above
                 margin = " " * (len(line.text) - len(line.text.lstrip())) + "# "
                 lines += textwrap.wrap(line.reason, COLUMNS, initial_indent=margin, subsequent_indent=margin)
             lines.append(line.text)
-            last = line.reason
+            last_reason = line.reason
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -141,7 +141,7 @@ def _mark_reasons(source: str) -> str:
 
 
 def _lines(text: str) -> Iterable[Line]:
-    """Split a rendered template into lines with their reasons."""
+    """Split a rendered template into lines, each with the reason above it; an empty line ends a reason's scope."""
     reason, in_reason = "", False
     for line in text.removesuffix("\n").split("\n"):
         if line.lstrip(" ").startswith(MARK):
@@ -160,7 +160,7 @@ _DIRECTIVE = re.compile(r"#SBATCH --([a-z][a-z0-9-]*)(?:=(.*))?")
 
 @jinja2.pass_context
 def _adapted(context: jinja2.runtime.Context, text: str) -> str:
-    """Apply the site's and the job's changes to a template's directives: remove, replace, add."""
+    """Apply the site's and the job's changes to a template's directives (`text`), and to the reasons above them."""
     by_site, by_job = context["site"].directives, context["spec"].directives
     added = {key: (value, "the site's profile") for key, value in by_site.add.items() if key not in by_job.remove}
     added |= {key: (value, "the job") for key, value in by_job.add.items()}
@@ -181,7 +181,7 @@ def _adapted(context: jinja2.runtime.Context, text: str) -> str:
 
 
 def _as_arguments(text: str) -> str:
-    """Convert directives to elements of a bash array, for commands that don't read directives."""
+    """Convert lines with directives to elements of a bash array, for commands that don't read directives."""
 
     def argument(match: re.Match[str]) -> str:
         value = "" if match[2] is None else f"={quoting.from_directive(match[2])}"

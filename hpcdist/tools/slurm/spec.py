@@ -136,10 +136,9 @@ class JobSpec(Settings):
 
 
 def load_spec(toml: Path | None = None, overrides: Sequence[str] = (), **defaults: Any) -> JobSpec:
-    """Load a job from a TOML file and `key=value` overrides, the last of which wins, over `defaults`.
+    """Load a job from `defaults`, a TOML file and `key=value` overrides, of which the last wins.
 
-    Raises:
-        ConfigError: the file or a setting is wrong.
+    Raises ConfigError if the file or a setting is wrong.
 
     Example:
         >>> from hpcdist.tools.slurm.spec import load_spec

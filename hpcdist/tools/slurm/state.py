@@ -52,7 +52,7 @@ def describe(job_state: State) -> str:
 
 
 def status_of(state: str, code: str) -> int:
-    """Return a job's exit status as in a shell, from Slurm's `status:signal`.
+    """Return a job's exit status as in a shell, from `code`: Slurm's `status:signal`.
 
     A job that ended without completing has failed, even if its script's last command returned 0.
     """

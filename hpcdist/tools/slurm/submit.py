@@ -67,7 +67,7 @@ def submit(function: Callable[..., Any], /, *args: Any, site: str = "generic", *
         ConfigError: a setting is wrong, a check of the job finds an error, or a value can't be pickled.
         QueueError: Slurm is not available, or refuses the job.
     """
-    job = {name: settings.pop(name) for name in SETTINGS if name in settings}
+    job = {name: settings.pop(name) for name in SETTINGS if name in settings}  # the others are the function's
     values = {"name": getattr(function, "__name__", "function").strip("<>"), "doctor": False, "requeue": False, **job}
     # Checks come before the folder is created; the real command needs the folder.
     spec = load_spec(**values, site=site, command=[sys.executable])
@@ -86,6 +86,7 @@ def submit(function: Callable[..., Any], /, *args: Any, site: str = "generic", *
 
 
 def _require_no_errors(spec: JobSpec) -> None:
+    """Check a job; raise ConfigError with all errors, or log the other findings."""
     findings = examine(spec, load_site(spec.site))
     if errors := [finding.text for finding in findings if finding.level == "error"]:
         raise ConfigError("\n".join(errors))
@@ -198,9 +199,9 @@ class SlurmJob:
         site = load_site(spec.site)
         python = "python" if site.venv or site.conda or site.container else sys.executable
         spec = spec.model_copy(update={"output": str(folder), "command": _command(folder, python)})
-        errors = f"{spec.log.removesuffix('.out')}.err"
-        added = spec.directives.model_copy(update={"add": {"error": errors, **spec.directives.add}})
-        spec = spec.model_copy(update={"directives": added})
+        error_log = f"{spec.log.removesuffix('.out')}.err"
+        directives = spec.directives.model_copy(update={"add": {"error": error_log, **spec.directives.add}})
+        spec = spec.model_copy(update={"directives": directives})
         entry = queue.submit(spec, render(spec, site).text)
         self.id, self.stdout = entry.job, Path(entry.log)
         self.stderr = self.stdout.with_suffix(".err")
@@ -231,7 +232,6 @@ class LocalJob:
         self._cancelled = False
 
     def state(self) -> State:
-        """Return the job's state, as Slurm names it."""
         code = self._process.poll()
         if code is None:
             return State(self.id, "RUNNING")

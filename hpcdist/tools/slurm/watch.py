@@ -21,7 +21,7 @@ def watch(entry: Submission) -> int:
     """Show a job until it has ended, and return its exit status. Ctrl-C ends the display, not the job."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[figures]}"), console=Console(stderr=True)) as bar:
-        line = bar.add_task(entry.name, total=None, figures="")
+        progress_task = bar.add_task(entry.name, total=None, figures="")
         run = Run(entry.output, follow=True)
         printed: dict[str, str] = {}  # the state of each job or task
 
@@ -32,12 +32,12 @@ def watch(entry: Submission) -> int:
                     bar.console.print(describe(state), highlight=False, markup=False)
             if entry.cases:
                 done = sum(state.state == "COMPLETED" for state in states)
-                bar.update(line, completed=done, total=entry.cases, figures=f"{done} of {entry.cases} runs")
+                bar.update(progress_task, completed=done, total=entry.cases, figures=f"{done} of {entry.cases} runs")
             else:
                 run.update()
-                now = view(entry.name, run, curves=False)
-                total = None if now.fraction is None else 1.0
-                bar.update(line, completed=now.fraction or 0.0, total=total, figures=_figures(now))
+                run_view = view(entry.name, run, curves=False)
+                total = None if run_view.fraction is None else 1.0
+                bar.update(progress_task, completed=run_view.fraction or 0.0, total=total, figures=_figures(run_view))
 
         return queue.wait(entry.job, show)
 
@@ -47,7 +47,7 @@ def _figures(now: RunView) -> str:
 
 
 def facts(job: str, entry: Submission | None, states: Sequence[State]) -> dict[str, str]:
-    """Return a job's properties: the states of its tasks, its run, log, script and commit."""
+    """Return a job's properties: the states of its tasks, and with its entry in the history its run, log, script..."""
     descriptions = {state.job: describe(state).partition(" is ")[2] for state in states}
     if entry is None:
         return descriptions
@@ -69,25 +69,25 @@ def facts(job: str, entry: Submission | None, states: Sequence[State]) -> dict[s
 
 def show_logs(job: str, follow: bool) -> None:
     """Print a job's log, or the logs of an array's tasks; with `follow`, until the job has ended."""
-    printed: dict[Path, int] = {}
-    last: list[Path] = []
+    n_printed: dict[Path, int] = {}  # bytes of each log
+    last_log: list[Path] = []  # log of the last output
 
     def show(*_: object) -> None:
         paths = queue.logs(job)
         for path in paths:
             with open_regular(path) as file:
-                file.seek(printed.get(path, 0))
+                file.seek(n_printed.get(path, 0))
                 data = file.read()
-            printed[path] = printed.get(path, 0) + len(data)
-            if len(paths) > 1 and data and last != [path]:
-                last[:] = [path]
+            n_printed[path] = n_printed.get(path, 0) + len(data)
+            if len(paths) > 1 and data and last_log != [path]:
+                last_log[:] = [path]
                 print(f"==> {path} <==")
             print(data.decode(errors="replace"), end="", flush=True)
 
     if follow:
         queue.wait(job, show)
     show()
-    if not printed:
+    if not n_printed:
         raise QueueError(
             f"job {job} must have started to have a log; got none yet: {describe(queue.states(job)[0])}. Add --follow "
             "to wait for it."

@@ -41,10 +41,8 @@ class PageServer(ThreadingHTTPServer):
 
     Any user of a login node can reach its ports. The address therefore has a random token, as Jupyter's has; a request
     without it is refused. Files are read when a client asks, at most once per `every_s`. A connection is closed after
-    LONGEST_S, or when there are more than MAX_OPEN newer ones.
-
-    Raises:
-        ConfigError: the folder does not exist, or the address is not available.
+    LONGEST_S, or when there are MAX_OPEN newer ones. Raises ConfigError if the folder does not exist, or the address is
+    not available.
     """
 
     daemon_threads = True
@@ -116,7 +114,7 @@ class PageServer(ThreadingHTTPServer):
             current = chosen if chosen in watched.runs else next(iter(watched.runs)) if len(watched.runs) == 1 else None
             if drawn is None:
                 drawn = sorted(watched.runs, key=lambda name: watched.runs[name].state not in ACTIVE)[:DRAWN]
-            curves = [view(name, run) for name, run in watched.runs.items() if current is None and name in drawn]
+            drawn_views = [view(name, run) for name, run in watched.runs.items() if current is None and name in drawn]
             return {
                 "folder": str(watched.folder),
                 "every_s": self._every_s,
@@ -126,7 +124,7 @@ class PageServer(ThreadingHTTPServer):
                 "runs": views,
                 "curves": {
                     run_view.name: {"loss": run_view.loss_curve, "metrics": run_view.metric_curves}
-                    for run_view in curves
+                    for run_view in drawn_views
                 },
                 "run": None if current is None else view(current, watched.runs[current]),
             }

@@ -77,6 +77,7 @@ def _watch_lines(watched: WatchedFolder, every_s: float) -> None:
 
 
 def _drawn(watched: WatchedFolder, console: Console) -> Text:
+    """Draw the folder's run in detail, or several runs as a table."""
     braille = "utf" in console.encoding.lower()
     if not watched.runs:
         return Text(f"{watched.folder}: no run has started yet")
@@ -128,6 +129,7 @@ def _progress(view: RunView, columns: int, braille: bool) -> Text:
 
 
 def _figures(view: RunView, columns: int) -> list[Text]:
+    """Return lines with a run's progress, speed, costs of communication, loss and metrics."""
     limits = f" (ends after {' or '.join(view.limits)})" if view.limits else ""
     metrics = [f"{name} {_number(value)}" for name, value in view.metrics.items() if name != "loss"]
     metrics += [f"test loss {_number(view.metrics['loss'])}"] if "loss" in view.metrics else []
@@ -154,7 +156,7 @@ def _filled(parts: Sequence[str], columns: int) -> list[str]:
 
 
 def _plots(view: RunView, columns: int, braille: bool) -> list[str]:
-    """Draw the loss, and next to it or below the first metric."""
+    """Draw the loss over steps, and next to it, or below if `columns` are few, the first metric."""
     curves = {"loss": view.loss_curve, **dict(list(view.metric_curves.items())[:1])}
     titled = {name: [(moment.step, moment.value) for moment in points] for name, points in curves.items() if points}
     side_by_side = columns >= SIDE_BY_SIDE and len(titled) == 2
@@ -169,10 +171,11 @@ def _plots(view: RunView, columns: int, braille: bool) -> list[str]:
 
 
 def _ranks(view: RunView, columns: int, braille: bool) -> list[Text]:
+    """Draw the shares of each rank's time as a bar; of more than MAX_RANKS ranks, stragglers are preferred."""
     if not view.ranks:
         return []
-    full = "█▓░" if braille else "#=."
-    parts = [*zip(full, PARTS, STYLES)]
+    signs = "█▓░" if braille else "#=."
+    parts = [*zip(signs, PARTS, STYLES)]
     legend = Text("  rank  ")
     for sign, name, style in parts:
         legend.append(sign * 2, style).append(f" {name}  ")
@@ -196,7 +199,7 @@ def _rank_text(rank: RankView) -> str:
 
 
 def _usage(view: RunView, columns: int, braille: bool) -> list[Text]:
-    """Draw each rank's current hardware usage, one line each, with a history of its busy cores."""
+    """Draw a table of each rank's newest hardware usage, with a sparkline of its busy cores over time."""
     heads = {"cores": "cores", "gpu": "GPU", "gpu_memory_bytes": "GPU memory", "memory_bytes": "memory",
              "received_bytes_s": "host receives", "sent_bytes_s": "host sends"}  # fmt: skip
     quantities = [name for name in heads if name in view.usage]
@@ -204,12 +207,12 @@ def _usage(view: RunView, columns: int, braille: bool) -> list[Text]:
     highest = max((value for points in ranks.values() for _, value in points), default=0.0)
     rows = [["rank", *(heads[name] for name in quantities)]]
     for rank, points in ranks.items():
-        groups = [
+        texts = [
             _used(name, history_points[-1][1]) if (history_points := view.usage[name].get(rank)) else ""
             for name in quantities
         ]
         history = _sparkline([value for _, value in points], highest) if braille else ""
-        rows.append([f"{rank:>6}", " ".join([history, f"{groups[0]:>5}"]).strip(), *groups[1:]])
+        rows.append([f"{rank:>6}", " ".join([history, f"{texts[0]:>5}"]).strip(), *texts[1:]])
     return [Text(), *map(Text, _aligned(rows, columns))] if ranks else []
 
 
@@ -233,8 +236,8 @@ def _aligned(rows: Sequence[Sequence[str]], columns: int, n_left: int = 0) -> li
         widths.pop()
     return [
         "  ".join(
-            f"{group:<{width}}" if index < n_left else f"{group:>{width}}"
-            for index, (group, width) in enumerate(zip(row, widths))
+            f"{cell:<{width}}" if index < n_left else f"{cell:>{width}}"
+            for index, (cell, width) in enumerate(zip(row, widths))
         )
         for row in rows
     ]
@@ -250,7 +253,7 @@ def table(
     title += "" if left_s is None else f", about {duration(left_s)} left for all"
     views = sorted(views, key=lambda view: view.state == "ended")
     metrics = [name for name in dict.fromkeys(name for view in views for name in view.metrics) if name != "loss"]
-    groups = {
+    texts = {
         "run": [shortened(view.label, max(MIN_NAME, columns // 3), ascii_only=not braille) for view in views],
         "": [bar(view.fraction or 0.0, 8, ascii_only=not braille) for view in views],
         "done": [f"{view.fraction or 0:.0%}" if view.state == "training" else view.state for view in views],
@@ -261,7 +264,7 @@ def table(
         "samples/s": [f"{rate:,.0f}" if (rate := view.rate_now or view.rate_mean) else "" for view in views],
         "slow ranks": [", ".join(_slow(view)) for view in views],
     }
-    filled = [[name, *column] for name, column in groups.items() if any(column)]
+    filled = [[name, *column] for name, column in texts.items() if any(column)]
     head, *lines = _aligned(list(zip(*filled)), columns, n_left=2)
     return Text("\n").join([Text(title, "bold"), Text(head, "bright_black"), *map(Text, lines)])
 
@@ -287,20 +290,21 @@ def _number(value: float | None) -> str:
 
 # --- curves and bars -------------------------------------------------------------------------------------------------
 def curve(points: Sequence[tuple[float, float]], columns: int, rows: int, *, braille: bool = True) -> list[str]:
-    """Draw a curve in lines of `columns` characters: its range on the left, the first and the last x below."""
+    """Draw a curve in `rows` lines of `columns` characters, its range on the left, and a line with first and last x."""
     points = [(x, y) for x, y in points if math.isfinite(y)]
     if not points:
         return [" " * columns] * (rows + 1)
-    width, height = 2 * (columns - LABEL - 1), 4 * rows
+    width, height = 2 * (columns - LABEL - 1), 4 * rows  # in dots
     low, high = min(y for _, y in points), max(y for _, y in points)
-    groups = [[0] * (width // 2) for _ in range(rows)]
-    before = None
+    characters = [[0] * (width // 2) for _ in range(rows)]  # bits of DOTS
+    prior = None
     for column, y in enumerate(_resampled(points, width)):
         dot = height // 2 if high == low else round((high - y) / (high - low) * (height - 1))
-        for y_dot in range(min(dot, before or dot), max(dot, before or dot) + 1) if before is not None else (dot,):
-            groups[y_dot // 4][column // 2] |= DOTS[column % 2][y_dot % 4]
-        before = dot
-    drawn = ["".join(chr(0x2800 + group) if braille else " *"[group > 0] for group in line) for line in groups]
+        prior = dot if prior is None else prior
+        for y_dot in range(min(dot, prior), max(dot, prior) + 1):
+            characters[y_dot // 4][column // 2] |= DOTS[column % 2][y_dot % 4]
+        prior = dot
+    drawn = ["".join(chr(0x2800 + dots) if braille else " *"[dots > 0] for dots in line) for line in characters]
     ends = [text if len(text := f"{value:.3g}") <= LABEL else f"{value:.1e}" for value in (high, low)]
     labels = [ends[0], *[""] * (rows - 2), ends[1]] if high > low else [*[""] * (rows // 2), ends[1]]
     labels += [""] * (rows - len(labels))
@@ -310,7 +314,7 @@ def curve(points: Sequence[tuple[float, float]], columns: int, rows: int, *, bra
 
 
 def _resampled(points: Sequence[tuple[float, float]], width: int) -> list[float]:
-    """Return the mean of the values in each of `width` columns, interpolated for empty columns."""
+    """Return for each of `width` columns the mean of the points' y in it, interpolated in empty columns."""
     x, y = np.transpose(points)
     if x[0] == x[-1]:
         return [float(y.mean())]

@@ -97,12 +97,11 @@ class RunView:
 class WatchedFolder:
     """The runs of a folder (a run, a comparison, or any folder with runs), including those that start later.
 
+    Raises ConfigError if the folder does not exist.
+
     Attributes:
         runs: by name.
         planned: number of runs of a comparison; 0: no comparison.
-
-    Raises:
-        ConfigError: the folder does not exist.
     """
 
     def __init__(self, folder: Path):
@@ -156,6 +155,7 @@ class WatchedFolder:
         A run that has not started is assumed to take the others' mean time, with as many concurrent runs as now.
         """
         active = [run_view for run_view in views if run_view.state in ACTIVE]
+        # `done`: number of ended runs, in which a half-finished run counts 0.5. `lost`: runs without result.
         lost = sum(run_view.state not in ACTIVE and run_view.state != "ended" for run_view in views)
         done = sum(
             1.0 if run_view.state == "ended" else run_view.fraction or 0.0
@@ -203,25 +203,23 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> RunView:
-    """Return a run's current state.
+    """Return a run's current state; with `curves` also the curves and the hardware usage.
 
-    Args:
-        curves: include the curves.
-        brief: of a finished run without curves, read the summary only, not the records.
+    `brief`: of a finished run without curves, read only the summary, not the records, unless these have been read.
     """
-    summary_only = brief and run.ended and not curves and not run.has_read_steps
+    summary_only = brief and run.ended and not curves and not run.has_read_steps  # then `steps` stays empty
     steps = Steps(run.folder) if summary_only else run.steps
-    totals, now = _sums(steps.frame), _sums(steps.recent)
-    workers = totals.index[totals["samples"] > 0]
-    everything, of_workers, summary = totals.sum(), totals.loc[workers].sum(), run.summary
-    newest = steps.recent.groupby("rank")["step"].last()
+    totals, newest_sums = _sums(steps.frame), _sums(steps.recent)
+    workers = totals.index[totals["samples"] > 0]  # servers, and all but one rank of a pipeline, record no samples
+    overall, worker_totals, summary = totals.sum(), totals.loc[workers].sum(), run.summary
+    newest_step = steps.recent.groupby("rank")["step"].last()
     last = run.evaluations[-1] if run.evaluations else None
-    samples = int(everything["samples"]) if summary is None else summary.samples
+    samples = int(overall["samples"]) if summary is None else summary.samples
     spent_s = max(totals.loc[workers, "seconds"], default=0.0) if summary is None else summary.wall_s
-    step = int(max(newest[newest.index.isin(workers)], default=0))
+    step = int(max(newest_step[newest_step.index.isin(workers)], default=0))
     epoch_samples = run.start.samples if run.start else None
     done, limits = _done(run, samples, step, spent_s)
-    active = now.loc[now.index.isin(workers)]
+    active = newest_sums.loc[newest_sums.index.isin(workers)]
     losses = [loss for rank, loss in steps.losses.items() if rank in workers]
     return RunView(
         name=name,
@@ -241,20 +239,20 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
         metrics=dict(summary.metrics if summary else last.metrics if last else {}),
         rate_now=0.0 if run.ended else float((active["samples"] / active["seconds"].clip(lower=1e-9)).sum()),
         rate_mean=samples / spent_s if spent_s > 0 else 0.0,
-        staleness=summary.staleness.mean if summary else everything["staleness"] / max(1, everything["gradients"]),
-        bytes_per_step=summary.bytes_per_step if summary else everything["bytes"] / max(1, of_workers["records"]),
-        waiting=of_workers["waiting_s"] / max(1e-9, of_workers["seconds"]),
-        notes=tuple(_notes(run, steps, int(everything["skipped"]))),
+        staleness=summary.staleness.mean if summary else overall["staleness"] / max(1, overall["gradients"]),
+        bytes_per_step=summary.bytes_per_step if summary else overall["bytes"] / max(1, worker_totals["records"]),
+        waiting=worker_totals["waiting_s"] / max(1e-9, worker_totals["seconds"]),
+        notes=tuple(_notes(run, steps, int(overall["skipped"]))),
         loss_curve=_loss_curve(steps, workers) if curves else [],
         metric_curves=_metric_curves(run) if curves else {},
         usage=_usage(run.resources) if curves else {},
         label=name,
-        ranks=_ranks(run, steps, now, list(workers)),
+        ranks=_ranks(run, steps, newest_sums, list(workers)),
     )
 
 
 def _sums(frame: DataFrame) -> DataFrame:
-    """Sum the steps of each rank, with its seconds and its bytes."""
+    """Return a row per rank: the sums of the steps' columns, and of these the seconds and the bytes."""
     sums = frame.groupby("rank").sum()
     seconds = sums["computing_s"] + sums["communicating_s"] + sums["waiting_s"]
     return sums.assign(seconds=seconds, bytes=sums["bytes_sent"] + sums["bytes_fetched"])
@@ -263,15 +261,15 @@ def _sums(frame: DataFrame) -> DataFrame:
 def _done(run: Run, samples: int, step: int, spent_s: float) -> tuple[float | None, tuple[str, ...]]:
     """Return the completed fraction of the run, by the limit that it reaches first, and all limits as text."""
     budget, epochs = run.settings.get("budget") or {}, run.settings.get("epochs")
-    done, limits = [], []
-    for unit, now in (("samples", samples), ("steps", step), ("seconds", spent_s)):
+    fractions, limits = [], []
+    for unit, reached in (("samples", samples), ("steps", step), ("seconds", spent_s)):
         if budget.get(unit):
-            done.append(now / budget[unit])
+            fractions.append(reached / budget[unit])
             limits.append(f"{budget[unit]:,} {unit}")
     if epochs:
         limits.append(f"{epochs} epoch{'s' * (epochs > 1)}")
-        done += [samples / (epochs * run.start.samples)] if run.start and run.start.samples else []
-    return min(1.0, max(done)) if done else None, tuple(limits)
+        fractions += [samples / (epochs * run.start.samples)] if run.start and run.start.samples else []
+    return min(1.0, max(fractions)) if fractions else None, tuple(limits)
 
 
 def _notes(run: Run, steps: Steps, skipped: int) -> list[str]:
@@ -298,6 +296,7 @@ def _notes(run: Run, steps: Steps, skipped: int) -> list[str]:
 
 def _loss_curve(steps: Steps, workers: Sequence[int]) -> Curve:
     """Return the mean training loss of the workers over steps, samples and seconds."""
+    # A row of the frame is a block of a rank's steps; use the longest block's number of steps for all ranks.
     width = max((steps.widths[rank] for rank in workers), default=1)
     frame = steps.frame[steps.frame["rank"].isin(workers)]
     seconds = frame["computing_s"] + frame["communicating_s"] + frame["waiting_s"]
@@ -318,25 +317,25 @@ def _metric_curves(run: Run) -> dict[str, Curve]:
 
 
 def _usage(samples: Mapping[int, Sequence[Usage]]) -> dict[str, dict[int, Points]]:
-    """Return the first ranks' hardware usage over time, averaged over blocks if there are many samples."""
+    """Return, by figure and rank, the first MAX_RANKS ranks' hardware usage; many samples are averaged over blocks."""
     by_rank = dict(list(samples.items())[:MAX_RANKS])
     started = min((usages[0].time for usages in by_rank.values() if usages), default=0.0)
     usage: dict[str, dict[int, Points]] = {}
     for rank, rank_samples in by_rank.items():
         size = -(-len(rank_samples) * len(by_rank) // MAX_POINTS)
-        parts = [rank_samples[first : first + size] for first in range(0, len(rank_samples), max(1, size))]
+        blocks = [rank_samples[first : first + size] for first in range(0, len(rank_samples), max(1, size))]
         for name in FIGURES:
-            values = [(part[-1].time - started, [getattr(usages, name) for usages in part]) for part in parts]
-            points = [(time, statistics.fmean(numbers)) for time, numbers in values if None not in numbers]
+            block_values = [(block[-1].time - started, [getattr(usages, name) for usages in block]) for block in blocks]
+            points = [(time, statistics.fmean(numbers)) for time, numbers in block_values if None not in numbers]
             if points:
                 usage.setdefault(name, {})[rank] = points
     return usage
 
 
 def _ranks(run: Run, steps: Steps, now: DataFrame, workers: Sequence[int]) -> tuple[RankView, ...]:
-    """Return the state of each rank; a straggler computes longer than SLOW times the others' median."""
+    """Return the ranks' states, and which are stragglers (see SLOW). `now`: sums over the newest steps, by rank."""
     busy_s: Series = (now["computing_s"] + now["communicating_s"]) / now["records"]
-    newest = steps.recent.groupby("rank")["step"].last()
+    newest_step = steps.recent.groupby("rank")["step"].last()
     freshest = max(steps.grew_s.values(), default=0.0)
     stages = run.settings.get("parallel", {}).get("stages", 1)  # one rank of a pipeline records the samples
     worker_replicas = {rank // stages for rank in workers}
@@ -349,7 +348,7 @@ def _ranks(run: Run, steps: Steps, now: DataFrame, workers: Sequence[int]) -> tu
             RankView(
                 rank=int(rank),
                 serves=rank // stages not in worker_replicas,
-                step=int(newest[rank]),
+                step=int(newest_step[rank]),
                 **{part: float(sums[f"{part}_s"] / max(sums["seconds"], 1e-9)) for part in PARTS},
                 slower=float(factor) if factor > SLOW else None,
                 silent_s=silent_s if silent_s > SILENT_S and not run.ended else None,

@@ -24,10 +24,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements, clock: Cal
 
 
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
-    """Report each node whose clock is off by more than the uncertainty, or one line if none is.
-
-    If all nodes differ from rank 0, rank 0's clock is off.
-    """
+    """Report each node whose clock is off by more than the uncertainty. If all are, rank 0's clock is the wrong one."""
     clocks, first = measured["clocks"], nodes.names[0]
     deviating = {name: row for name, row in clocks.items() if abs(row["ahead_s"]) - row["error_s"] > MAX_OFFSET_S}
     if len(clocks) > 1 and len(deviating) == len(clocks):

@@ -46,8 +46,8 @@ _try = partial(attempt, CALL_S, "the file system's answer")
 # --- measuring --------------------------------------------------------------------------------------------------------
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Measure free bytes, visibility of new files and locks on each node; then write and read speed."""
-    first, last = comm.rank == 0, nodes.leaders[-1]  # its page cache does not hold rank 0's file
-    created = gather(comm, _try(lambda: _start(required.folder)) if first else None)[0]
+    is_first, reader = comm.rank == 0, nodes.leaders[-1]  # rank that reads: its page cache does not hold rank 0's file
+    created = gather(comm, _try(lambda: _start(required.folder)) if is_first else None)[0]
     if "error" in created:
         return {"folder": str(required.folder.absolute()), "error": created["error"]}
     folder = Path(created["made"])
@@ -57,53 +57,53 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
             "missing": created["missing"],
             "nodes": _share(comm, nodes, folder, created["token"]),
             "locks": _locks(comm, nodes, folder / "lock"),
-            "write": gather(comm, _try(lambda: _write(folder / "sample")) if first else None)[0],
-            "read": gather(comm, _try(lambda: _read(folder / "sample")) if comm.rank == last else None)[last],
+            "write": gather(comm, _try(lambda: _write(folder / "sample")) if is_first else None)[0],
+            "read": gather(comm, _try(lambda: _read(folder / "sample")) if comm.rank == reader else None)[reader],
         }
     finally:
-        if first:
+        if is_first:
             _try(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def _share(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[str, dict]:
-    """Collective. Check whether each node sees rank 0's file, and whether rank 0 sees each node's."""
+    """Collective. Return `_see_and_write` by node; on rank 0, "arrived" is False if it does not see the node's file."""
     node = nodes.of[comm.rank]
     rows = gather_by_node(comm, nodes, lambda: _try(lambda: _see_and_write(folder, token, node)))
     if comm.rank == 0:
-        able = [name for name in nodes.names if rows[name].get("seen_s") is not None]
-        files = {name: folder / f"node{nodes.names.index(name)}" for name in able}
-        for name in _try(lambda: {"missing": _missing(files)}).get("missing", files):
+        writers = [name for name in nodes.names if rows[name].get("seen_s") is not None]
+        files = {name: folder / f"node{nodes.names.index(name)}" for name in writers}
+        for name in _try(lambda: {"missing": _missing(files)}).get("missing", files):  # all, if this call fails
             rows[name]["arrived"] = False
     return rows
 
 
 def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
-    """Collective. Check whether rank 0 gets a lock, and whether other ranks are refused it until it is released."""
+    """Collective. Return whether rank 0 gets a lock, and by node whether it is refused there until it is released."""
     # The first rank of each other node tries the lock; on a single node the second rank, or the only one.
     lock, is_trying = _Lock(path), comm.rank in (nodes.leaders[1:] or [min(1, comm.size - 1)])
-    held = gather(comm, _try(lock.take) if comm.rank == 0 else None)[0]
-    refused = _try(lock.refused) if is_trying and held.get("held") else None
-    gather(comm, None)
+    taken = gather(comm, _try(lock.take) if comm.rank == 0 else None)[0]
+    refused = _try(lock.refused) if is_trying and taken.get("held") else None
+    gather(comm, None)  # barrier: all have tried
     if comm.rank == 0:
         _try(lock.drop)
-    gather(comm, None)
+    gather(comm, None)  # barrier: the lock is released
     rows = gather(comm, _try(lambda: lock.free(refused)) if refused and "error" not in refused else refused)
-    return {**held, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
+    return {**taken, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
 
 
 def _start(requested: Path) -> dict:
-    """Create a folder in the requested one, or in its nearest parent that exists."""
+    """Create a temporary folder, with a token in a file, in the requested folder or its nearest parent that exists."""
     requested = requested.absolute()
     folder = next(path for path in (requested, *requested.parents) if path.is_dir())
     created, token = folder / f".hpcdist-doctor-{secrets.token_hex(4)}", secrets.token_hex(16)
     created.mkdir()
     _write_all(created / "token", token.encode())
-    missing = "" if folder == requested else f" ({requested} does not exist: a run makes it there)"
-    return {"folder": str(folder), "made": str(created), "token": token, "missing": missing}
+    note = "" if folder == requested else f" ({requested} does not exist: a run makes it there)"
+    return {"folder": str(folder), "made": str(created), "token": token, "missing": note}
 
 
 def _see_and_write(folder: Path, token: str, node: int) -> dict:
-    """Wait for the file of rank 0, then write one of this node."""
+    """Wait for rank 0's file, then write this node's. Return the seconds (None: not seen) and the free bytes."""
     start = time.monotonic()
     while True:
         with suppress(FileNotFoundError):
@@ -118,7 +118,7 @@ def _see_and_write(folder: Path, token: str, node: int) -> dict:
 
 
 def _missing(files: Mapping[str, Path]) -> list[str]:
-    """Return the nodes whose file rank 0 does not see."""
+    """Return the nodes whose file (of `files`, by node) rank 0 does not see within SEEN_S."""
     until = time.monotonic() + SEEN_S
     while not all(path.exists() for path in files.values()) and time.monotonic() < until:
         time.sleep(0.02)
@@ -128,7 +128,7 @@ def _missing(files: Mapping[str, Path]) -> list[str]:
 class _Lock:
     """Lock a file with flock, as HDF5 does; NFS passes it to the server, and some file systems refuse it.
 
-    Each method returns its result. A lock belongs to an open file, so one process can hold it and be refused it.
+    Methods return JSON values. A lock belongs to an open file, so one process can hold it and be refused it.
     """
 
     def __init__(self, path: Path):
@@ -145,7 +145,7 @@ class _Lock:
             return {"refused": not self._try_lock(file)}
 
     def free(self, before: dict) -> dict:
-        """Return whether the released lock becomes free; other ranks try, too, and hold it briefly."""
+        """Add to `before` whether the released lock becomes free; other ranks try, too, and hold it briefly."""
         until = time.monotonic() + FREED_S
         with open(self._path, "r+") as file:
             while not (freed := self._try_lock(file)) and time.monotonic() < until:
@@ -177,7 +177,7 @@ def _write_all(path: Path, data: bytes) -> None:
 
 
 def _write(path: Path) -> dict:
-    """Write a file for a short time; return bytes and seconds."""
+    """Write up to SAMPLE_BYTES for at most about SAMPLE_S; return bytes and seconds."""
     block, written, start = secrets.token_bytes(BLOCK_BYTES), 0, time.monotonic()
     with open(path, "xb", buffering=0) as file:
         while written < SAMPLE_BYTES and time.monotonic() - start < SAMPLE_S:
@@ -187,7 +187,7 @@ def _write(path: Path) -> dict:
 
 
 def _read(path: Path) -> dict:
-    """Read a file for a short time; return bytes and seconds."""
+    """Read a file for at most about SAMPLE_S; return bytes and seconds."""
     read, start = 0, time.monotonic()
     with open(path, "rb", buffering=0) as file:
         while (data := file.read(BLOCK_BYTES)) and time.monotonic() - start < SAMPLE_S:
@@ -268,6 +268,7 @@ def _samples(measured: dict) -> Iterator[Finding]:
 
 
 def _summary(measured: dict, nodes: Nodes, holds: bool) -> str:
+    """Describe a folder without errors in one line. `holds`: locks were checked and work."""
     rows = measured["nodes"].values()
     text = f"{measured['folder']}{measured.get('missing', '')}: {amount(min(row['free_bytes'] for row in rows))} free"
     if len(nodes.names) > 1:

@@ -33,9 +33,9 @@ SLOWED = {0x08: "hardware", 0x20: "heat, by the driver", 0x40: "heat", 0x80: "th
 # --- measuring --------------------------------------------------------------------------------------------------------
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Query torch on each rank, and the driver on each node (None without a driver)."""
-    number = nodes.ranks(nodes.of[comm.rank]).index(comm.rank)
+    local_rank = nodes.ranks(nodes.of[comm.rank]).index(comm.rank)
     query = partial(attempt, CALL_S, "the GPU driver's answer")
-    seen = gather(comm, query(lambda: visible(number)))
+    seen = gather(comm, query(lambda: visible(local_rank)))
     return {"ranks": seen, "nodes": gather_by_node(comm, nodes, lambda: query(driver))}
 
 
@@ -76,7 +76,7 @@ def describe(handle: Any) -> dict:
         "total_mb": memory and memory.total >> 20,
         "free_mb": memory and memory.free >> 20,
         "ecc_errors": _ask(nvml.nvmlDeviceGetTotalEccErrors, handle, *kind),
-        "reasons": _ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0,
+        "reasons": _ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0,  # bits, see SLOWED
     }
 
 
@@ -135,11 +135,11 @@ def _counts(measured: dict, nodes: Nodes, required: bool) -> Iterator[Finding]:
 def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
     """Report ranks of one node that would use the same GPU."""
     for node, name in enumerate(nodes.names):
-        users: dict[str, list[int]] = {}
+        ranks_by_gpu: dict[str, list[int]] = {}
         for rank in nodes.ranks(node):
             if uuid := measured["ranks"][rank].get("uuid"):
-                users.setdefault(uuid, []).append(rank)
-        for uuid, ranks in users.items():
+                ranks_by_gpu.setdefault(uuid, []).append(rank)
+        for uuid, ranks in ranks_by_gpu.items():
             if len(ranks) > 1:
                 text = f"each rank must have a separate GPU; got ranks {counted(ranks)} on {uuid} ({name}). "
                 yield Finding(WARNING, f"{text}Start one rank per GPU on each node, and check --gpu-bind")
@@ -165,10 +165,11 @@ def _health(name: str, node: dict) -> Iterator[Finding]:
 
 
 def _summary(measured: dict, nodes: Nodes) -> str:
+    """Describe GPUs without problems, or that there are none, in one line."""
     counts = {row["count"] for row in measured["ranks"]}
     if counts == {0}:
-        driven = [name for name, node in measured["nodes"].items() if node and node["gpus"]]
-        return "none" + f" visible to torch, though the driver has some on {listed(driven)}" * bool(driven)
+        with_driver = [name for name, node in measured["nodes"].items() if node and node["gpus"]]
+        return "none" + f" visible to torch, though the driver has some on {listed(with_driver)}" * bool(with_driver)
     kinds = {gpu["name"] for node in measured["nodes"].values() if node for gpu in node["gpus"]}
     text = f"each rank sees {counts.pop()} and has a separate one" + f" ({listed(sorted(kinds))})" * bool(kinds)
     return text + (", free and healthy" if kinds else "; no NVIDIA driver: health unknown")

@@ -57,11 +57,11 @@ class Slow(NamedTuple):
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Divide the links of a ring of `count` nodes into rounds in which no two links share a node."""
+    """Divide a ring's links into rounds whose links share no node; up to MAX_SEQUENTIAL links have a round each."""
     ring = [(i, (i + 1) % count) for i in range(count if count > 2 else count - 1)]
     if len(ring) <= MAX_SEQUENTIAL:
         return [[pair] for pair in ring]
-    last = [ring[-1:]] if count % 2 else []
+    last = [ring[-1:]] if count % 2 else []  # an odd ring needs a third round
     even = ring[: count - count % 2]
     return [even[0::2], even[1::2], *last]
 
@@ -72,18 +72,18 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     Links that seem slow are measured again, and the better values count: another job may have used the network.
     """
     by_node = gather_by_node(comm, nodes, networks)
-    parts = rounds(len(nodes.names))
-    links = _table(comm, nodes, parts)
+    ring_rounds = rounds(len(nodes.names))
+    links = _table(comm, nodes, ring_rounds)
     slow = compare(links.values(), len(nodes.names)) if links else Slow({}, [], 0.0, 0.0)
     suspects = {pair for pair, link in links.items() if link in slow.links or set(pair) & set(slow.nodes)}
-    for pair, repeated in _table(comm, nodes, [[p for p in part if p in suspects] for part in parts]).items():
+    for pair, repeated in _table(comm, nodes, [[p for p in pairs if p in suspects] for pairs in ring_rounds]).items():
         latency_s = min(links[pair].latency_s, repeated.latency_s)
         links[pair] = Link(*pair, latency_s, max(links[pair].bandwidth_bytes_s, repeated.bandwidth_bytes_s))
     return {"networks": by_node, "links": list(links.values())}
 
 
 def _table(comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]]) -> dict[tuple[int, int], Link]:
-    """Collective. Measure rounds of links; return the same on all ranks."""
+    """Collective. Measure rounds of links (pairs of nodes); return the links by pair, the same on all ranks."""
     table: dict[tuple[int, int], Link] = {}
     for pairs in filter(None, parts):
         link: list = []  # of this rank; empty if it measures none
@@ -102,12 +102,12 @@ def _table(comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]])
 
 
 def networks() -> list[list]:
-    """Return this host's addresses, the fastest interface first."""
+    """Return [interface, network, Mbit/s] of each of this host's addresses, the fastest interface first."""
     return [[a.interface, str(a.ip.network), network.speed_mbit_s(a.interface)] for a in network.addresses()]
 
 
 def _pair(comm: Communicator, peer: int) -> tuple[float, float]:
-    """Measure latency in seconds, and bytes per second in both directions concurrently; the same at both ends."""
+    """Measure for about PAIR_S. Return latency in s, and bytes/s per direction, both in use; the same at both ends."""
     import torch
 
     out, into = torch.zeros(2), torch.zeros(2)
@@ -116,18 +116,18 @@ def _pair(comm: Communicator, peer: int) -> tuple[float, float]:
     pings = max(1, min(PINGS, int(PAIR_S / max(first_s, 1e-9))))
     latency_s = _agreed(comm, peer, median(_exchange(comm, peer, out, into) for _ in range(pings)))
     send, receive = torch.ones(MAX_BYTES // 4), torch.zeros(MAX_BYTES // 4)
-    n_bytes, spent_s, best = FIRST_BYTES, 0.0, 0.0
+    n_bytes, spent_s, best_bytes_s = FIRST_BYTES, 0.0, 0.0
     for _ in range(MAX_MESSAGES):
         count = n_bytes // 4
-        taken_s = _agreed(comm, peer, _exchange(comm, peer, send[:count], receive[:count]))
-        spent_s += taken_s
-        best = max(best, n_bytes / max(taken_s, 1e-9))
+        last_s = _agreed(comm, peer, _exchange(comm, peer, send[:count], receive[:count]))
+        spent_s += last_s
+        best_bytes_s = max(best_bytes_s, n_bytes / max(last_s, 1e-9))
         larger = min(GROWTH * n_bytes, MAX_BYTES)
-        if spent_s + taken_s * larger / n_bytes > PAIR_S:
+        if spent_s + last_s * larger / n_bytes > PAIR_S:
             break
         if larger > n_bytes:
-            n_bytes, best = larger, 0.0  # short messages may be sent in one burst, faster than the link
-    return latency_s, best
+            n_bytes, best_bytes_s = larger, 0.0  # short messages may be sent in one burst, faster than the link
+    return latency_s, best_bytes_s
 
 
 def _exchange(comm: Communicator, peer: int, send: Tensor, receive: Tensor) -> float:
@@ -157,18 +157,18 @@ def compare(links: Collection[Link], count: int) -> Slow:
         for node in link[:2]:
             bandwidth[node] = max(bandwidth[node], link.bandwidth_bytes_s)
             latency[node] = min(latency[node], link.latency_s)
-    usual_bandwidth, usual_s = median_high(bandwidth), median_low(latency)
+    usual_bandwidth, usual_s = median_high(bandwidth), median_low(latency)  # of two middle values the better one
 
     def worse(bytes_s: float, latency_s: float) -> float:
-        """Return the factor to the median; 0 if not slow."""
+        """Return how many times worse than the medians the worse of both values is; 0 if neither is slow."""
         late = latency_s > LATE * usual_s and latency_s > usual_s + LATE_S
         less = bytes_s < SLOW * usual_bandwidth
         return max(latency_s / usual_s if late else 0.0, usual_bandwidth / bytes_s if less else 0.0)
 
-    nodes = {node: times for node in range(count) if (times := worse(bandwidth[node], latency[node]))}
-    others = [link for link in links if not {link.a, link.b} & set(nodes)]
-    between = [link for link in others if worse(link.bandwidth_bytes_s, link.latency_s)]
-    return Slow(nodes, between, usual_s, usual_bandwidth)
+    slow_nodes = {node: times for node in range(count) if (times := worse(bandwidth[node], latency[node]))}
+    healthy = [link for link in links if not {link.a, link.b} & set(slow_nodes)]
+    slow_links = [link for link in healthy if worse(link.bandwidth_bytes_s, link.latency_s)]
+    return Slow(slow_nodes, slow_links, usual_s, usual_bandwidth)
 
 
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
@@ -205,6 +205,7 @@ def _apart(by_node: dict[str, list], nodes: Nodes) -> Iterator[Finding]:
 
 
 def _summary(links: list[Link], slow: Slow, by_node: dict[str, list], nodes: Nodes) -> str:
+    """Describe all links in one line: median, slowest link, fastest network that all nodes have."""
     common = [row for row in by_node[nodes.names[0]] if all(row[1] in [r[1] for r in by_node[n]] for n in nodes.names)]
     common_network = ""
     if common:

@@ -24,16 +24,16 @@ WAITED = 0.5  # of that time: a call this long waited for the target
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict:
-    """Collective. Measure the longest wait in seconds of MPI's calls, and of hpcdist's windows.
+    """Collective. Measure the longest wait in seconds of MPI's one-sided calls, and of hpcdist's windows.
 
-    Rank 0 owns the memory; the first rank of the second node accesses it, or rank 1 on a single node.
+    Rank 0 owns the memory; the asker accesses it: the first rank of the second node, or rank 1 on a single node.
     """
     from hpcdist.comm.mpi.reference import worst_wait
 
     if comm.size == 1:
         return {"asker": None}
     asker = nodes.leaders[1] if len(nodes.names) > 1 else 1
-    subcomm = comm.split(0)
+    subcomm = comm.split(0)  # a copy, whose messages can't mix with others
     if len(nodes.names) > 1:
         subcomm.memory.choose()  # may measure both transports
     mpi_s = worst_wait(subcomm, 0, asker, COUNT, _compute, SPAN_S)
@@ -52,7 +52,7 @@ def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict
 
 
 def _window_wait(comm: Communicator, asker: int) -> float:
-    """Collective. Return the longest transfer of the accessing rank; 0.0 on others."""
+    """Collective. Return the asker's longest put or get, in seconds, on rank 0's window; 0.0 on other ranks."""
     import torch
 
     window, worst_s = comm.window(COUNT if comm.rank == 0 else 0), 0.0

@@ -23,7 +23,7 @@ def disagreement(size: int, library: str, required: Requirements) -> str | None:
         check_world(size, library, environ)
     except WorldError as error:
         return str(error)
-    tasks = environ.get("SLURM_NTASKS", "1")
+    tasks = environ.get("SLURM_NTASKS", "1")  # alone: without launcher, though the allocation has several tasks
     alone = size == 1 and launched_size(environ) is None and tasks.isdigit() and int(tasks) > 1
     expected, source = (required.ranks, "--ranks") if required.ranks or not alone else (int(tasks), "SLURM_NTASKS")
     if expected in (None, size):
@@ -74,14 +74,11 @@ def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
     """Compare the launcher's ranks, size and local ranks with MPI's.
 
     Local ranks may be in another order than ranks (for example with mpirun --map-by core), but each must occur once per
-    node, because a local rank selects the GPU.
+    node, because a local rank selects the GPU. Raises WorldError if a value differs.
 
     Args:
         tasks: the launcher's values for every rank, in the order of MPI's ranks; None: no launcher.
         nodes: the node of every rank, according to MPI.
-
-    Raises:
-        WorldError: a rank, the size or a node's local ranks differ from MPI's.
     """
     for rank, started in enumerate(tasks):
         if started is not None and (started.rank, started.size) != (rank, len(tasks)):
@@ -101,7 +98,7 @@ def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
 
 
 def _crowding(on_node: Sequence[int], ranks: Sequence[dict]) -> str:
-    """Return what is wrong with the cores of one node's ranks; empty if nothing."""
+    """Return what is wrong with the cores of one node's ranks (`on_node`); empty if nothing."""
     cores = {core for rank in on_node for core in ranks[rank]["cores"]}
     threads = sum(ranks[rank]["threads"] for rank in on_node)
     if len(cores) < len(on_node):

@@ -16,7 +16,7 @@ OUTCOMES = {"wins": "better", "loses": "worse", "mixed": "mixed", "tied": "withi
 
 
 def draw(analysis: Analysis) -> Iterator[Part]:
-    """Yield the final metric and the time to the target, as figures and tables."""
+    """Yield figures of the time to the target and of the final metric, and tables of both."""
     job, metric = analysis.job, analysis.job.metric
     heads = ["group", f"{metric} at the end"]
     if job.target is None:
@@ -58,35 +58,18 @@ def _seeds(group: RunGroup) -> str:
 
 
 def _contrasts(analysis: Analysis) -> ReportTable:
+    """Return the table of each group against its reference."""
     metric = analysis.job.metric
     head = "times faster per sample" if analysis.job.target is None else "times sooner at the target"
-    heads = [
-        "group",
-        "against",
-        head,
-        "p",
-        f"difference in final {metric}{', points' * wording.is_share(metric)}",
-        "p",
-        "verdict",
-    ]
+    heads = ["group", "against", head, "p", f"difference in final {metric}{', points' * wording.is_share(metric)}",
+             "p", "verdict"]  # fmt: skip
     rows = []
-    for contrast in analysis.contrasts:
-        speedup, difference = (
-            wording.times(contrast.speedup),
-            wording.gap_of(metric, contrast.difference, is_same=contrast.same),
-        )
-        has_seeds = max(len(contrast.group.ended), len(contrast.reference.ended)) >= MIN_SEEDS
-        outcome = OUTCOMES.get(contrast.outcome(), "not known" + ": too few seeds" * (not has_seeds))
+    for c in analysis.contrasts:
+        speedup, difference = wording.times(c.speedup), wording.gap_of(metric, c.difference, is_same=c.same)
+        has_seeds = max(len(c.group.ended), len(c.reference.ended)) >= MIN_SEEDS
+        outcome = OUTCOMES.get(c.outcome(), "not known" + ": too few seeds" * (not has_seeds))
         rows.append(
-            [
-                contrast.group.title,
-                contrast.reference.label,
-                speedup,
-                _p(contrast.p_speedup),
-                difference,
-                _p(contrast.p_difference),
-                outcome,
-            ]
+            [c.group.title, c.reference.label, speedup, _p(c.p_speedup), difference, _p(c.p_difference), outcome]
         )
     caption = f"Compared with the reference: p after Holm's correction, significant below {SIGNIFICANT:g}"
     return ReportTable(caption, heads, rows)

@@ -76,10 +76,7 @@ Part = ReportFigure | ReportTable | str  # of a section; a str is a note
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page, drawn by one plug-in.
-
-    `figures` are keyed by number of ranks, or None; the page folds all but the first.
-    """
+    """A section of the page, drawn by one plug-in. Of `figures`, by number of ranks, the page folds all but one."""
 
     name: str
     title: str
@@ -89,10 +86,7 @@ class Section:
 
     def prefixed(self, prefix: str) -> Section:
         """Return the section with a prefix before its name and the names of its figures."""
-        figures = {
-            ranks: [replace(figure, name=prefix + figure.name) for figure in listed]
-            for ranks, listed in self.figures.items()
-        }
+        figures = {ranks: [replace(f, name=prefix + f.name) for f in listed] for ranks, listed in self.figures.items()}
         return replace(self, name=prefix + self.name, figures=figures)
 
 
@@ -106,8 +100,8 @@ class LineStyle(NamedTuple):
 
 def line_styles(analysis: Analysis) -> dict[str, LineStyle]:
     """Assign a line style to each name; the reference has the colour of the text."""
-    kinds = {group.name: group.kind == "serial" for group in analysis.groups if group.name != analysis.job.reference}
-    names = sorted(kinds, key=lambda name: (kinds[name], name))  # strategies first: their colours differ
+    serial = {group.name: group.kind == "serial" for group in analysis.groups if group.name != analysis.job.reference}
+    names = sorted(serial, key=lambda name: (serial[name], name))  # strategies first: their colours differ
     styles = {analysis.job.reference: LineStyle(INK, "o", "-")}
     for i, name in enumerate(names):
         dashes = DASHES[(1 + i // len(COLOURS) + i) % len(DASHES)]
@@ -178,10 +172,11 @@ def dots(
     low: float | None = None,
     high: float = math.inf,
 ) -> list[ReportFigure]:
-    """Draw a row per group: the values of its runs, their mean and its interval. No figure without values.
+    """Draw a row per group: the values of its runs, their mean and its interval. Without values the list is empty.
 
     Args:
-        rows: group, values, their mean (None: a run lacks it), and a note next to them.
+        name, title: see `ReportFigure`; `unit` is the axis' label, `write` formats a value for `alt_text`.
+        rows: group, values, their mean (None: some runs have no value), and a note next to them.
         low: start of the axis; None: a little below the lowest value.
         high: largest possible value, where intervals are clipped.
     """
@@ -200,10 +195,10 @@ def dots(
         if values and mean is None:
             text = f"{write(min(values))} at best, {note}"
         elif values and mean is not None:
-            known = mean.low < mean.high
-            reach = [[mean.mean - mean.low], [mean.high - mean.mean]] if known else [[0.0], [0.0]]
-            axes.errorbar(mean.mean, row, xerr=reach, fmt=marker, color=color, capsize=3, linewidth=1.6)
-            within = f" ({write(mean.low)} to {write(mean.high)})" if known else ""
+            has_interval = mean.low < mean.high
+            errors = [[mean.mean - mean.low], [mean.high - mean.mean]] if has_interval else [[0.0], [0.0]]
+            axes.errorbar(mean.mean, row, xerr=errors, fmt=marker, color=color, capsize=3, linewidth=1.6)
+            within = f" ({write(mean.low)} to {write(mean.high)})" if has_interval else ""
             text = f"{write(mean.mean)}{within}{note and f', {note}'}"
         alt_text.append(f"{group.label}: {text}")
         if note:

@@ -24,9 +24,7 @@ def draw(analysis: Analysis) -> Iterator[Part]:
         for value in (analysis.job.metric, None):
             for axis in AXES:
                 yield from _curve(analysis, ranks, groups, text, value, axis)
-    missing = [
-        group.label for group in analysis.groups if group.ended and all(r.curves.losses.empty for r in group.ended)
-    ]
+    missing = [g.label for g in analysis.groups if g.ended and all(r.curves.losses.empty for r in g.ended)]
     if missing:
         yield f"Training loss: not measured for {'; '.join(missing)}: no steps were recorded."
     if all(result.curves.evaluations.empty for result in analysis.job.runs):
@@ -36,9 +34,9 @@ def draw(analysis: Analysis) -> Iterator[Part]:
 def _curve(
     analysis: Analysis, ranks: int, groups: Sequence[RunGroup], text: str, metric: str | None, axis: str
 ) -> Iterator[ReportFigure]:
-    """Draw a metric, or the training loss, as the mean over seeds with a band from the lowest to the highest.
+    """Draw each group's metric (None: training loss) over a key of AXES: mean over seeds, and a band from min to max.
 
-    Beyond the end of the shortest run, the curve is pale and covers the remaining seeds.
+    Beyond the end of the shortest run, the curve is pale and covers the remaining seeds. `text` ends the title.
     """
     title = "training loss" if metric is None else f"test {metric}"
     figure, axes = axes_of(2.7)
@@ -50,11 +48,9 @@ def _curve(
         if not curves:
             continue
         x, low, mean, high, count = _band(curves)
-        style, last = (
-            line_styles(analysis)[group.name],
-            np.flatnonzero(count == len(curves))[-1],
-        )  # last point with all seeds
-        for part, pale in ((slice(last + 1), 1.0), (slice(last, None), 0.4)):
+        # The index of the last point with all seeds.
+        style, last_full = line_styles(analysis)[group.name], np.flatnonzero(count == len(curves))[-1]
+        for part, pale in ((slice(last_full + 1), 1.0), (slice(last_full, None), 0.4)):
             kwargs: dict[str, Any] = (
                 {"label": group.display_name, "markevery": (0.1, 0.25)}
                 if pale == 1.0
@@ -63,9 +59,9 @@ def _curve(
             axes.plot(x[part], mean[part], **{**style._asdict(), **kwargs}, alpha=pale)
             if len(curves) > 1:
                 axes.fill_between(x[part], low[part], high[part], color=style.color, alpha=0.18 * pale, linewidth=0)
-        ends = f"{wording.number(x[0])} to {wording.number(x[last])} {axis}"
-        alt_text.append(f"{group.display_name} goes from {mean[0]:.4g} to {mean[last]:.4g} over {ends}")
-        if last + 1 < len(x):
+        ends = f"{wording.number(x[0])} to {wording.number(x[last_full])} {axis}"
+        alt_text.append(f"{group.display_name} goes from {mean[0]:.4g} to {mean[last_full]:.4g} over {ends}")
+        if last_full + 1 < len(x):
             alt_text[-1] += f", and with fewer seeds to {mean[-1]:.4g} at {wording.number(x[-1])}"
     if not alt_text:
         return
@@ -92,6 +88,7 @@ def _curve(
 
 
 def _series(frame: Any, axis: str, value: str) -> list[tuple[float, float]]:
+    """Return the points of column `value` over column `axis`, both finite; empty without the column."""
     if value not in frame:
         return []
     points = frame[[axis, value]].astype(float).to_numpy()

@@ -16,24 +16,21 @@ def draw(analysis: Analysis) -> Iterator[Part]:
     """Yield tables of failed runs, of settings that differ, and of hosts and versions."""
     if analysis.failures:
         heads = ["run", "ranks", "seed", "folder", "outcome"]
-        rows = [[result.name, *map(str, (result.ranks, result.seed, result.run.folder)), result.run.failure or ""]
-                for result in analysis.failures]  # fmt: skip
+        rows = [[r.name, *map(str, (r.ranks, r.seed, r.run.folder)), r.run.failure or ""]
+                for r in analysis.failures]  # fmt: skip
         yield ReportTable("Runs without a result", heads, rows)
     if analysis.job.settings:
         rows = [
             [
                 group.title,
-                *(
-                    _listed(setting.get(result.run.folder) for result in group.runs)
-                    for setting in analysis.job.settings.values()
-                ),
+                *(_listed(setting.get(r.run.folder) for r in group.runs) for setting in analysis.job.settings.values()),
             ]
             for group in analysis.groups
         ]
         yield ReportTable("Settings that differ", ["group", *analysis.job.settings], rows)
     heads = ["group", "runs that ended", "seeds", "hosts", "commit", "versions", "started"]
     yield ReportTable("How the runs were executed", heads, [_provenance(group) for group in analysis.groups])
-    if not any(result.run.start for result in analysis.job.runs):
+    if not any(r.run.start for r in analysis.job.runs):
         yield "Settings, hosts, versions: not recorded."
 
 

@@ -47,7 +47,7 @@ def _row(row: ScalingRow, metric: str) -> list[str]:
 def _figure(
     analysis: Analysis, rows: Sequence[ScalingRow], name: str, title: str, unit: str, power: int
 ) -> ReportFigure:
-    """Plot measured and ideal speedup (power 1), or efficiency, which is speedup / ranks (power 0)."""
+    """Plot speedup (power 1), or efficiency, which is speedup / ranks (power 0), and the ideal, ranks^power."""
     figure, axes = axes_of(2.7)
     ranks = sorted({1, *(row.group.ranks for row in rows)})
     axes.plot(ranks, [p**power for p in ranks], color=INK, linewidth=0.9, linestyle=":", label="ideal")

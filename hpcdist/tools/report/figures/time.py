@@ -20,38 +20,36 @@ MANY_RANKS = 16  # above, one bar shows the mean over ranks
 def draw(analysis: Analysis) -> Iterator[Part]:
     """Yield bars of each rank's seconds by activity, and a table of means."""
     for ranks, groups, text in by_ranks(analysis):
-        heads: list[tuple[int, str]] = []  # a line per group, followed by one per rank
+        group_lines: list[tuple[int, str]] = []  # a line per group, followed by one per rank
         bars: list[tuple[int, str, np.ndarray]] = []
         alt_text = []
         for group in groups:
             times = group.times.rename(lambda rank: f"rank {rank}")
             if len(times) > MANY_RANKS:
                 times = DataFrame({f"mean of {len(times)}": times.mean()}).T
-            heads += [(len(heads) + len(bars), group.display_name)] * (len(times) > 0)
+            group_lines += [(len(group_lines) + len(bars), group.display_name)] * (len(times) > 0)
             for rank, parts_s in times.iterrows():
-                bars.append((len(heads) + len(bars), str(rank), parts_s[list(PARTS)].to_numpy()))
+                bars.append((len(group_lines) + len(bars), str(rank), parts_s[list(PARTS)].to_numpy()))
                 alt_text.append(
                     f"{group.display_name}, {rank}: " + ", ".join(f"{p} {wording.seconds(parts_s[p])}" for p in PARTS)
                 )
         if not bars:
             continue
-        figure, axes = axes_of(1.0 + 0.27 * (len(heads) + len(bars)))
+        figure, axes = axes_of(1.0 + 0.27 * (len(group_lines) + len(bars)))
         rows, seconds = [row for row, _, _ in bars], np.array([parts_s for _, _, parts_s in bars])
         for part, length, left in zip(PARTS, seconds.T, (seconds.cumsum(1) - seconds).T):
             color, hatch = STYLES[part]
             axes.barh(rows, length, 0.75, left, label=part, color=color, hatch=hatch, edgecolor="white", linewidth=0)
-        for row, name in heads:
+        for row, name in group_lines:
             axes.annotate(name, (0.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=9)
         axes.set_yticks(rows, [rank for _, rank, _ in bars], fontsize=9)
-        axes.set_ylim(len(heads) + len(bars) - 0.4, -0.6)
+        axes.set_ylim(len(group_lines) + len(bars) - 0.4, -0.6)
         axes.set_xlabel("seconds, mean over runs")
         axes.grid(False, axis="y")
         legend(figure, axes)
         yield ReportFigure(f"time-of-{ranks}-ranks", f"Where each rank's time went, {text}", alt_text, figure)
     columns = (*(f"{part}_s" for part in PARTS), "wall_s")
-    rows_of = [
-        [group.title, *(wording.plain(group.mean(c)) for c in columns)] for group in analysis.groups if group.ended
-    ]
-    heads_of = ["group", *PARTS, "seconds of the run"]
-    yield ReportTable("Seconds of an average worker by activity", heads_of, rows_of)
+    body = [[group.title, *(wording.plain(group.mean(c)) for c in columns)] for group in analysis.groups if group.ended]
+    table_heads = ["group", *PARTS, "seconds of the run"]
+    yield ReportTable("Seconds of an average worker by activity", table_heads, body)
     yield "The remaining time of a rank is not part of any step record, such as reading data."

@@ -75,7 +75,7 @@ class Catalogue:
                 "text, and its options separately."
             )
         if ":" in name or name.endswith(".py"):
-            return self._in_file(name)
+            return self._origin_in_file(name)
         origins = [*self._installed().get(name, ())]
         if name in _modules(self.package):
             module = f"{self.package}.{name}"
@@ -97,12 +97,12 @@ class Catalogue:
             ConfigError: several plug-ins have this name, it can't be imported, or it is of another kind.
         """
         origin = self.find(name)
-        return self.take(self._opened(name, origin), name, origin.where)
+        return self.take(self._import_origin(name, origin), name, origin.where)
 
     def _installed(self) -> dict[str, tuple[Origin, ...]]:
         return _entry_points(f"hpcdist.{self.group}", tuple(sys.path))
 
-    def _in_file(self, name: str) -> Origin:
+    def _origin_in_file(self, name: str) -> Origin:
         file, colon, member = name.rpartition(":")
         if not colon or not member:
             raise ConfigError(
@@ -128,7 +128,7 @@ class Catalogue:
 
         return Origin(name, open_file)
 
-    def _opened(self, name: str, origin: Origin) -> Any:
+    def _import_origin(self, name: str, origin: Origin) -> Any:
         # Imports a plug-in. If one from outside hpcdist raises an exception, ConfigError names it.
         try:
             return origin.open()

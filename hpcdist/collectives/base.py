@@ -61,7 +61,7 @@ class AllReduce(abc.ABC):
         if tensor.is_cpu:
             self._call(tensor, self._mean)
         else:  # divided on its device, not in a copy on the host
-            _mean_by(self, tensor, self.comm.size)
+            _mean_from_sum(self, tensor, self.comm.size)
 
     def _call(self, tensor: Tensor, work: Callable[[Tensor], None]) -> None:
         """Check the tensor, and run `work` on its host view in a dtype that torch can add."""
@@ -88,13 +88,13 @@ class AllReduce(abc.ABC):
 
     def _mean(self, tensor: Tensor) -> None:
         """Collective. Replace `tensor`, as for `_sum`, by its mean over all ranks."""
-        _mean_by(self._sum, tensor, self.comm.size)
+        _mean_from_sum(self._sum, tensor, self.comm.size)
 
     def close(self) -> None:
         """Collective. Release memory, windows and communicators."""
 
 
-def _mean_by(sum_up: Callable[[Tensor], None], tensor: Tensor, size: int) -> None:
+def _mean_from_sum(sum_up: Callable[[Tensor], None], tensor: Tensor, size: int) -> None:
     # In float16 (up to 65,504) a sum may overflow where the mean does not. So divide the addends, like
     # DistributedDataParallel; summing in a wider type would cost more bytes.
     narrow = tensor.dtype in (torch.float16, torch.complex32)

@@ -44,7 +44,7 @@ class Ring(Algorithm):
         leaving = [segment for chunk in route[:-1] for segment in chunk]
         arriving = [segment for chunk in route[1:] for segment in chunk]
         ahead = min(segments, AHEAD)  # not more: leaving[i + segments] is arriving[i]
-        landing = self._landing(tensor, arriving, -(-longest // segments)) if add else arriving
+        landing = self._receive_buffers(tensor, arriving, -(-longest // segments)) if add else arriving
 
         receives = [comm.irecv(buffer, left, TAG) for buffer in landing[:ahead]]
         sends = [comm.isend(segment, right, TAG) for segment in leaving[:ahead]]
@@ -58,7 +58,7 @@ class Ring(Algorithm):
         for send in sends:
             send.wait()
 
-    def _landing(self, tensor: Tensor, arriving: list[Tensor], longest: int) -> list[Tensor]:
+    def _receive_buffers(self, tensor: Tensor, arriving: list[Tensor], longest: int) -> list[Tensor]:
         """Return the buffers in which segments to be added arrive: one is added while the others fill."""
         inbox = self.inbox.empty_like(tensor, AHEAD * longest)
         return [inbox[i % AHEAD * longest :][: segment.numel()] for i, segment in enumerate(arriving)]

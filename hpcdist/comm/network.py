@@ -134,7 +134,7 @@ def accept(connection: socket.socket, token: bytes) -> bool:
     if not hmac.compare_digest(reply[NONCE_BYTES:], _proof(token, b"asks", nonces)):
         return False
     connection.sendall(_proof(token, b"answers", nonces))
-    _whole_transfers(connection)
+    _use_blocking_transfers(connection)
     return True
 
 
@@ -158,7 +158,7 @@ def connect(address: str, port: int, token: bytes, longest_s: float = math.inf) 
             connection.close()
     if not proven:
         return None
-    _whole_transfers(connection)
+    _use_blocking_transfers(connection)
     return connection
 
 
@@ -214,6 +214,6 @@ def _read(connection: socket.socket, n_bytes: int, seconds: float) -> bytes:
     return bytes(data)
 
 
-def _whole_transfers(connection: socket.socket) -> None:
+def _use_blocking_transfers(connection: socket.socket) -> None:
     connection.settimeout(None)  # the kernel keeps the deadline: Python's would poll before each part
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -93,12 +93,12 @@ class PowerSgd(Linear):
         for elements, part in self._whole:
             first[part] = tensor[elements]
             tensor[elements] = 0
-        excess = [self._cut_off(self._matrix(tensor, m), ranks) for m in self._matrices]
+        excess = [self._clip(self._matrix(tensor, m), ranks) for m in self._matrices]
         for m in self._matrices:
-            torch.mm(self._thin(start, m.right), self._matrix(tensor, m).T, out=self._thin(first, m.left))
+            torch.mm(self._factor(start, m.right), self._matrix(tensor, m).T, out=self._factor(first, m.left))
         allreduce(first)
         for m in self._matrices:
-            matrix, left, right = self._matrix(tensor, m), self._thin(first, m.left), self._thin(second, m.right)
+            matrix, left, right = self._matrix(tensor, m), self._factor(first, m.left), self._factor(second, m.right)
             left.copy_(orthogonalised(left))
             torch.mm(left, matrix, out=right)
             matrix.addmm_(left.T, right, alpha=-1)
@@ -115,7 +115,7 @@ class PowerSgd(Linear):
         return first, second
 
     @staticmethod
-    def _cut_off(matrix: Tensor, ranks: int) -> Tensor | None:
+    def _clip(matrix: Tensor, ranks: int) -> Tensor | None:
         """Clip a matrix's elements so that no product overflows; return the excess, or None."""
         limit = torch.finfo(matrix.dtype).max / (4 * ranks * max(matrix.shape))
         if max(abs(value.item()) for value in torch.aminmax(matrix)) <= limit:
@@ -130,9 +130,9 @@ class PowerSgd(Linear):
         for elements, part in self._whole:
             out[elements].add_(first[part], alpha=weight)
         for m in self._matrices:
-            add_product(self._matrix(out, m), weight * self._thin(first, m.left), self._thin(second, m.right))
+            add_product(self._matrix(out, m), weight * self._factor(first, m.left), self._factor(second, m.right))
 
-    def _thin(self, flat: Tensor, place: slice) -> Tensor:
+    def _factor(self, flat: Tensor, place: slice) -> Tensor:
         """View a factor, at `place` in a message, as its transpose: r rows are faster than r columns."""
         return flat[place].view(self.config.rank, -1)
 

@@ -281,7 +281,7 @@ class TrainerMixin(_Base):
                 return run(dataloader, *rest)
             predictions: list[EvalPrediction] = []
             self._evaluated, self.gather_function = [], self._local_part
-            self.compute_metrics = metrics_of and partial(_keep, predictions)
+            self.compute_metrics = metrics_of and partial(_record_predictions, predictions)
             try:
                 output = run(shard(torch_loader(dataloader), training=False), *rest)
                 losses = [(float("nan") if loss is None else loss.item(), size) for loss, size in self._evaluated]
@@ -363,7 +363,7 @@ class TrainerMixin(_Base):
             checkpoint.set_random_state(self._random)
 
 
-def _keep(predictions: list[EvalPrediction], part: EvalPrediction) -> dict[str, float]:
+def _record_predictions(predictions: list[EvalPrediction], part: EvalPrediction) -> dict[str, float]:
     predictions.append(part)
     return {}
 

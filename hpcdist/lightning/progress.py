@@ -30,7 +30,7 @@ class WorkersProgress:
         """Return what `receive` takes: `global_step` after each batch since the last report, and the logged values."""
         steps = [*self._before[1:], self._trainer.global_step] if self._before else []
         self._before = []
-        logged = [_described(metric) for metric in self._results.values()]
+        logged = [_describe_metric(metric) for metric in self._results.values()]
         return {"steps": steps, "stops": self._trainer.should_stop, "logged": logged}
 
     # --- on a server rank ---------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ class WorkersProgress:
     def _log(
         self, settings: dict[str, Any], reduce_fx: str, synced: bool, values: dict[str, Tensor], of_step: Any
     ) -> None:
-        """Log a worker's value, see `_described`; a value that is reduced over the ranks is logged with zero weight."""
+        """Log a worker's value, see `_describe_metric`; values reduced over ranks have zero weight."""
         fn, attribute = getattr(torch, reduce_fx), settings["metric_attribute"]
         reduction = {"reduce_fx": fn, "sync_dist": synced, "sync_dist_fn": self._reduce, "batch_size": 1}
         module = self._trainer.lightning_module
@@ -70,7 +70,7 @@ class WorkersProgress:
         return self._trainer.fit_loop.epoch_loop._results
 
 
-def _described(metric: Any) -> dict[str, Any]:
+def _describe_metric(metric: Any) -> dict[str, Any]:
     """Return the arguments of `_log`, by which a server rank logs a worker's metric."""
     meta = metric.meta
     names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")

@@ -72,7 +72,7 @@ class Leaving:
 
     def __enter__(self) -> Leaving:
         if self._listens:
-            self._before = {number: signal.signal(number, self._hear) for number in self._signals}
+            self._before = {number: signal.signal(number, self._record_signal) for number in self._signals}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,7 +80,7 @@ class Leaving:
             signal.signal(number, handler)
         self._before = {}
 
-    def _hear(self, number: int, _frame: object) -> None:
+    def _record_signal(self, number: int, _frame: object) -> None:
         """Record a signal: the handler of all SIGNALS."""
         first, self._heard = self._heard is None, signal.Signals(number).name
         if number == signal.SIGINT:

@@ -267,7 +267,7 @@ class _Distributed:
         self.attachment.counts = [len(group["params"]) for group in optimizer.param_groups]
 
 
-class _Evaluating(_Distributed):
+class _ClosureEvaluating(_Distributed):
     """A mix-in for an optimiser whose step evaluates its closure several times, such as L-BFGS."""
 
     @_keep_unwrapped
@@ -404,7 +404,7 @@ def DistributedOptimizer(
     instance.gradients.checksums = [] if peers.size > 1 and identical_batches == "warn" else None
     flat.take_snapshot()
     counts = [len(group["params"]) for group in optimizer.param_groups]
-    mixin = _Evaluating if evaluates_closure or cls.contract.batch == "portions" else _Distributed
+    mixin = _ClosureEvaluating if evaluates_closure or cls.contract.batch == "portions" else _Distributed
     distributed: Any = optimizer  # gets a class created here, unknown to type checkers
     distributed.__class__ = type(local_class.__name__, (mixin, local_class), guarded_methods(local_class, _Methods))
     local_state_dict = local_class.state_dict.__get__(optimizer)

@@ -128,7 +128,7 @@ class AllReduce(Strategy):
         self.updates = self.state.value("updates", 0, self, reshard="first")
         self._calls = Collectives(comm, Traffic())
         self.records.count(self._calls.comm)
-        self._averaging = Averaging(self._calls, config.algorithm, config.provider, model, self._note_nonfinite)
+        self._averaging = Averaging(self._calls, config.algorithm, config.provider, model, self._record_nonfinite)
         self._alone = comm.size == 1 and not config.provider
         if self._alone:
             model.keep_gradients(None)
@@ -159,7 +159,7 @@ class AllReduce(Strategy):
         self._overlapped = overlapped
         self.model.gradients.announce(early=overlapped and not self._accumulates, passes=self.config.accumulation)
 
-    def _note_nonfinite(self, bucket: Bucket) -> None:
+    def _record_nonfinite(self, bucket: Bucket) -> None:
         """Record the names of non-finite gradients of a bucket on this rank, before averaging."""
         self._bad += self.gradients.nonfinite(bucket)
 
@@ -207,7 +207,7 @@ class AllReduce(Strategy):
         if overlapped or self._overlapped:
             self._arm(overlapped)  # announce the next step's buckets
 
-    def _averaged(self) -> dict[int, list[str]]:
+    def _finish_averaging(self) -> dict[int, list[str]]:
         """Collective. Average gradients if still necessary; return the names of non-finite gradients by rank."""
         if self.model.unfrozen:
             self._unfreeze()
@@ -229,7 +229,7 @@ class AllReduce(Strategy):
                 f"backward passes, with strategy.accumulation = {self.config.accumulation} or in no_sync(). Call "
                 "optimizer.synchronize() first, where fewer passes make a step."
             )
-        bad = self._averaged()
+        bad = self._finish_averaging()
         # False where backward passes have ignored non-finite gradients, and a GradScaler now asks to skip the update.
         was_checked = self.config.on_nonfinite != "ignore" or self.gradients.ignores_nonfinite
         if self.gradients.changed or not was_checked:
@@ -266,7 +266,7 @@ class AllReduce(Strategy):
 
         def evaluate() -> Tensor | None:
             loss = closure()
-            bad = self._averaged()
+            bad = self._finish_averaging()
             if bad:
                 self.gradients.skip_update(bad)
             return None if loss is None else self._mean(torch.as_tensor(loss, dtype=torch.float64).item())

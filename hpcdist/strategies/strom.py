@@ -103,21 +103,21 @@ class Strom(Strategy):
         super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
         # All others get the same message, so this rank's parameters change by the same message.
-        self._floods = load(config.topology.name).complete
+        self._sends_to_all = load(config.topology.name).complete
         self._links = self._make_links()
         self._period = 0  # number of pauses; peers announce theirs
         self._ended = dict.fromkeys(range(comm.size), 0)
         self._sending: list[Request] = []
         self._arriving: list[_Arriving] = []
         self._old = self.state.scratch([torch.empty_like(flat) for flat in model.params])
-        if self._floods:  # resharding keeps the sum of all residuals
+        if self._sends_to_all:  # resharding keeps the sum of all residuals
             self.state.feedbacks("link", [item for link in self._links for item in link.feedbacks], "divide")
         else:  # another number of ranks has other links
             self.state.custom("links", self._save_links, self._load_links, lambda: None)
 
     def _make_links(self) -> list[_Link]:
         comm, alive, choice = self.comm, self.comm.failures.alive, self.config.compression
-        if self._floods:
+        if self._sends_to_all:
             groups = [[rank for rank in alive if rank != comm.rank]] if len(alive) > 1 else []
         else:
             tree = spanning_tree(make_topology(self.config.topology, comm), alive)
@@ -142,7 +142,7 @@ class Strom(Strategy):
         whole = warming and self.config.compression.warmup_ranks is None
         share = 0.0 if idle else 1.0 if self.config.add_up else 1 / len(self.comm.failures.alive)
         tag = _WHOLE if whole else _CODED
-        if self._floods:
+        if self._sends_to_all:
             (link,) = self._links
             triples = list(zip(link.feedbacks, self.model.params, self._old, strict=True))
             with only_used(link.feedbacks, self.model.gradients.present()):
@@ -229,7 +229,7 @@ class Strom(Strategy):
         if self.comm.failures.alive != alive:
             old_links, self._links = self._links, self._make_links()
             for link in self._links:  # keep the residuals of a link to the same ranks, or to all ranks
-                same = (old.feedbacks for old in old_links if self._floods or old.peers == link.peers)
+                same = (old.feedbacks for old in old_links if self._sends_to_all or old.peers == link.peers)
                 link.feedbacks = next(same, link.feedbacks)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------

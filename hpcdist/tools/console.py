@@ -110,7 +110,7 @@ def progress(mode: ProgressMode, in_notebook: bool = False) -> Callable[[str, Pr
 
 
 def _show_line(name: str, now: Progress) -> None:
-    print("  ".join([f"{name:<16} {_share(now)}", *_figures(now).values()]), flush=True)
+    print("  ".join([f"{name:<16} {_share(now)}", *_progress_parts(now).values()]), flush=True)
 
 
 def _show_live(name: str, now: Progress) -> None:
@@ -119,7 +119,7 @@ def _show_live(name: str, now: Progress) -> None:
     Not `rich.progress`: it hides the cursor, which an aborted job never restores, and fails on ASCII-only terminals.
     """
     columns = shutil.get_terminal_size().columns - 1  # writing the last column may start a new line
-    parts = {"share": _share(now), **_figures(now)}
+    parts = {"share": _share(now), **_progress_parts(now)}
     while len("  ".join([name, *parts.values()])) + 1 + MIN_BAR > columns and len(parts) > 1:
         parts.pop(next(key for key in (*DROPPED_FIRST, *reversed(parts)) if key in parts))
     figures = list(parts.values())
@@ -135,7 +135,7 @@ def _share(now: Progress) -> str:
     return f"{now.samples / now.total_samples:4.0%}"
 
 
-def _figures(now: Progress) -> dict[str, str]:
+def _progress_parts(now: Progress) -> dict[str, str]:
     """Return what a progress line shows, in order; the keys are those of DROPPED_FIRST, `loss` and `of METRIC`."""
     epoch = max(1, -(-now.samples // now.epoch_samples))  # current epoch, or the one that has just ended
     remaining = "" if now.left_s is None else f", {duration(now.left_s)} left"

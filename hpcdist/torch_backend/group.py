@@ -108,7 +108,7 @@ class MpiGroup(dist.ProcessGroup):
             require_same_world(parent, rank, size)
             torch_ranks = gather_ranks(parent, rank)
             ranks = sorted(range(size), key=torch_ranks.__getitem__)  # MPI's ranks, in torch's order
-        comm = _among(parent, ranks, f"torch.distributed/{options.group_id}", creation_limit_s)
+        comm = _subcommunicator(parent, ranks, f"torch.distributed/{options.group_id}", creation_limit_s)
         comm.failures.deadline_s = call_limit_s
         return cls(comm, options.store)
 
@@ -426,7 +426,7 @@ def gather_ranks(world: Communicator, rank: int) -> list[int]:
     return ranks
 
 
-def _among(world: Communicator, ranks: Sequence[int], name: str, limit_s: float) -> Communicator:
+def _subcommunicator(world: Communicator, ranks: Sequence[int], name: str, limit_s: float) -> Communicator:
     """Collective among these ranks. Create a communicator of them."""
     if world.mpi is None:  # one rank, without MPI
         return world.split(0)

@@ -98,17 +98,17 @@ class RunLog:
         """Collective. Open this rank's file of records at `first_step`, and drop records of this and later steps."""
         self.energy.start()
         self._writer = RecordWriter(record_path(self._folder, self._comm.rank), first_step=first_step)
-        if self._leads:
+        if self._is_writer:
             keep_evaluations(self._folder, self._position.step)
         if self._position.step:  # in a resumed run
-            kept = [(each.step, each.metrics) for each in read_evaluations(self._folder)] if self._leads else []
+            kept = [(each.step, each.metrics) for each in read_evaluations(self._folder)] if self._is_writer else []
             self.earlier = self._comm.gather(kept)[self._comm.failures.alive[0]]
         self._curves.open(first_step)
         if self._comm.platform.virtual is None:
             self._sampler = Sampler(resources_path(self._folder, self._comm.rank), gpu_uuid(self._device))
 
     @property
-    def _leads(self) -> bool:
+    def _is_writer(self) -> bool:
         return self._comm.rank == self._comm.failures.alive[0]
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class RunLog:
     def report(self, done: int) -> None:
         """Report the progress, after `done` samples of this epoch."""
         self._curves.report()
-        if self._report is not None and self._leads:
+        if self._report is not None and self._is_writer:
             recent, epoch_samples = self._losses[-self._config.log_every :], self._stop_conditions.n_samples
             samples = self._position.epoch * epoch_samples + done
             ahead = max(0, done - self._position.consumed)  # since the last sync point, which sets the position
@@ -169,7 +169,7 @@ class RunLog:
         new = not self.earlier or step != self.earlier[-1][0]
         if new:
             self._curves.evaluate(step, self.metrics)
-        if self._leads and new:
+        if self._is_writer and new:
             append_evaluation(self._folder, Evaluation(step, epoch, samples, self.train_s, self.metrics, self.joules))
 
     def summarise(self, sha256: str, pending: int, **further: Any) -> Summary:
@@ -181,7 +181,7 @@ class RunLog:
             further: more fields of the summary.
         """
         summary, energy = None, self.energy.result()
-        if self._leads:
+        if self._is_writer:
             summary = summarise(
                 read_records(self._folder), strategy=self._config.strategy.name, ranks=self._comm.size,
                 stages=self._config.parallel.stages, seed=self._config.seed, wall_s=self.train_s, metrics=self.metrics,

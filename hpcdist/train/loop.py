@@ -256,10 +256,10 @@ class Trainer:
         self.early_stopping.add([(self.position.step, self.log.metrics)])
         self.stop_conditions.stopped = self.early_stopping.reason
         if self._judge is not None and not self.stop_conditions.ended:
-            self.stop_conditions.stopped = self._on_survivors(self._judged)
+            self.stop_conditions.stopped = self._on_survivors(self._ask_judge)
         self._evaluate_s = self.comm.now() - start
 
-    def _judged(self) -> str | None:
+    def _ask_judge(self) -> str | None:
         """Collective. Return the judge's reason to end the run, or None, the same on all ranks."""
         judge, leader = cast(Callable[[], str | None], self._judge), self.comm.failures.alive[0]
         reason = self.comm.raise_on_all_ranks(lambda: judge() if self.comm.rank == leader else None)

@@ -74,7 +74,7 @@ class Collectives:
         self._one_node = len(set(self.comm.nodes)) == 1
         self._trials: dict[tuple[str, int], Trial] = {}  # of calls with several providers, by call and length
         # Prepared calls; a second function is called with the tensors if the ranks' calls differ.
-        self._ready: dict[int, PreparedCall | None] = {}  # by fingerprint
+        self._by_fingerprint: dict[int, PreparedCall | None] = {}  # by fingerprint
         self._by_shape: dict[tuple[Any, ...], tuple[PreparedCall, Callable[..., None]]] = {}
         self._by_address: dict[tuple[Any, ...], tuple[Callable[[], bool], Callable[..., None]]] = {}
         self.queue = self.comm.queue()
@@ -337,7 +337,7 @@ class Collectives:
         """Wait for all calls, and release memory, thread and communicator."""
         self.queue.close()
         self.queue = cast(CallQueue, Closed())  # every call uses it first
-        for known in (self._ready, self._by_shape, self._by_address):
+        for known in (self._by_fingerprint, self._by_shape, self._by_address):
             known.clear()
         for algorithm in self._algorithms.values():
             algorithm.close()
@@ -422,15 +422,15 @@ class Collectives:
         """Return a prepared call if one is faster than an exchange; None otherwise, and for empty tensors."""
         if not self._providers or not count:
             return None
-        if fingerprint not in self._ready:
+        if fingerprint not in self._by_fingerprint:
             n_bytes = count * dtype.itemsize
             providers = self._choose(call, n_bytes)
             calls = [getattr(provider, call)(fingerprint, dtype, count, *details) for provider in providers]
             if len(calls) > 1:
                 trial = self._trials.setdefault((call, n_bytes.bit_length()), Trial(self.comm, len(calls), TRIALS))
                 calls = [TriedCall(calls, trial)]
-            remember(self._ready, fingerprint, calls[0])
-        return self._ready[fingerprint]
+            remember(self._by_fingerprint, fingerprint, calls[0])
+        return self._by_fingerprint[fingerprint]
 
     def _choose(self, call: str, n_bytes: int) -> Sequence[PreparedCalls | CallsByLibrary]:
         """Return the providers that may be the fastest for tensors, or parts, of `n_bytes`."""

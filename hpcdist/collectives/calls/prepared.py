@@ -162,13 +162,13 @@ class PreparedCalls:
 
         def of_length(length: int) -> Bind:
             if self.size > 2 and length * dtype.itemsize > SLICED_BYTES:
-                return self._sliced(dtype, length, combine, arrays)
+                return self._bind_sliced(dtype, length, combine, arrays)
             return self._with_buffer(whole, dtype, arrays=arrays)(length)
 
         fetched = 2 * (self.size - 1) * count * dtype.itemsize // self.size
         return self._call(fingerprint, dtype, count, of_length, [view], fetched)
 
-    def _sliced(self, dtype: torch.dtype, length: int, combine: Combine, arrays: bool) -> Bind:
+    def _bind_sliced(self, dtype: torch.dtype, length: int, combine: Combine, arrays: bool) -> Bind:
         """Return the `Bind` that reduces a slice on each rank, then shares the slices; all reduce the remainder."""
         rank, size, count = self.rank, self.size, length // self.size
         inputs, totals = self.slots.row_buffers(dtype, length, arrays), self.slots.row_buffers(dtype, count, arrays)

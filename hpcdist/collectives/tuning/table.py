@@ -152,7 +152,7 @@ class _Race:
         self._comm, self._tensor = comm, tensor
         cost_s = _costs_s(comm, list(contenders), tensor.nbytes, LATENCY_S, BYTE_S)
         self._racing = {name: contenders[name] for name in _near(cost_s, PLAUSIBLE)}
-        self._once_s: dict[str, float] = {}
+        self._warm_up_s: dict[str, float] = {}
         self._taken_s: dict[str, list[float]] = {}
 
     def warm_up(self, limit: float) -> None:
@@ -160,18 +160,18 @@ class _Race:
         first = interleaved(self._comm, self._racing, self._tensor, 1)
         calls = calls_within(CALLS_S, {name: taken_s for name, (taken_s,) in first.items()}, FIRST_CALLS)
         again = interleaved(self._comm, self._racing, self._tensor, 1, calls)
-        self._once_s = {name: min(first[name] + again[name]) for name in self._racing}
-        self._drop(self._once_s, limit)
+        self._warm_up_s = {name: min(first[name] + again[name]) for name in self._racing}
+        self._drop(self._warm_up_s, limit)
 
     @property
     def fastest_s(self) -> float:
         """Return the seconds of the fastest call of the warm-up; the same on all ranks."""
-        return min(self._once_s.values())
+        return min(self._warm_up_s.values())
 
     def run(self, budget_s: float, limit: float) -> None:
         """Time the algorithms for about `budget_s`, and drop those that take over `limit` times the fastest's time."""
         if len(self._racing) > 1:
-            once_s = {name: self._once_s[name] for name in self._racing}
+            once_s = {name: self._warm_up_s[name] for name in self._racing}
             calls = calls_within(CALLS_S, once_s, MAX_CALLS)
             round_s = sum(calls[name] * once_s[name] for name in once_s) or budget_s
             rounds = clamp(budget_s / round_s, 1, ROUNDS)
@@ -186,7 +186,7 @@ class _Race:
     def timings_s(self) -> dict[str, float]:
         """Return the lower quartile of each algorithm's timings; before any, the seconds of the untimed calls."""
         timings_s = {name: lower_quartile(times) for name, times in self._taken_s.items()}
-        return timings_s or {name: self._once_s[name] for name in self._racing}
+        return timings_s or {name: self._warm_up_s[name] for name in self._racing}
 
 
 def _near(seconds: Mapping[str, float], factor: float) -> list[str]:

@@ -116,13 +116,13 @@ def _missing(rank: int, states: Mapping[int, RankState], never: Collection[int])
     missing: set[int] = set()
     for wait in states[rank].waits:
         if wait.ranks is None:
-            missing.update(r for r in never if r != rank and _lacks(wait, states[r]))
+            missing.update(r for r in never if r != rank and _waits_for(wait, states[r]))
         elif all(r in never and not states[r].sending for r in wait.ranks):
             missing.update(wait.ranks)
     return sorted(missing)
 
 
-def _lacks(wait: Wait, other: RankState) -> bool:
+def _waits_for(wait: Wait, other: RankState) -> bool:
     """Return whether a collective call waits for rank `other`: it has not started it, or is in another call instead."""
     started = other.counts.get(wait.comm)  # None: not a rank of the communicator, or it has closed it
     if started is None:

@@ -61,7 +61,7 @@ class Watchdog:
         self._reported: list[str] = []  # the last report of this rank to rank 0
         self._reported_s = 0.0  # and its time
         self._states: dict[int, RankState] = {}  # on rank 0: the ranks' last reports
-        self._unclear, self._query_from_s = False, 0.0  # there are new reports; time from which rank 0 may query again
+        self._has_new_reports, self._query_from_s = False, 0.0  # the latter: when rank 0 may query again
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     def start(self) -> bool:
@@ -93,9 +93,9 @@ class Watchdog:
                 self._reply()
                 self._report()
                 if self.rank == 0:
-                    self._unclear |= self._collect()
-                    if self._unclear and time.perf_counter() > self._query_from_s:
-                        self._unclear = False
+                    self._has_new_reports |= self._collect()
+                    if self._has_new_reports and time.perf_counter() > self._query_from_s:
+                        self._has_new_reports = False
                         self._end_if_stuck()
                 self._sent = [(request, text) for request, text in self._sent if not request.Test()]
             except HpcdistError as error:
@@ -212,7 +212,7 @@ class Watchdog:
         missing_of = stuck(states, tolerant=self._tolerant)
         if not missing_of:
             now_s = time.perf_counter()
-            self._unclear, self._query_from_s = True, now_s + RARELY * (now_s - start)
+            self._has_new_reports, self._query_from_s = True, now_s + RARELY * (now_s - start)
             return
         rank = nearest_to_cause(missing_of)
         wait = next(iter(states[rank].waits))

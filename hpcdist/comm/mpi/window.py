@@ -40,10 +40,10 @@ class MpiWindow(Window):
         lengths = [n or 0 for n in comm.gather(int(count))]  # 0 for dead ranks
         if self._tolerant:
             self._shared: NodeMemory = MemfdMemory(comm, count * dtype.itemsize, dtype)
-            self._sleepers: LockedMemory | None = None
+            self._sleep_memory: LockedMemory | None = None
         else:
             node, limit_s = comm.memory.node_mpi(), comm.failures.deadline_s
-            self._shared = self._sleepers = LockedMemory(node, count * dtype.itemsize, dtype, limit_s)
+            self._shared = self._sleep_memory = LockedMemory(node, count * dtype.itemsize, dtype, limit_s)
         self._node_rank = {rank: i for i, rank in enumerate(comm.memory.local_ranks)}
         self._memory = {rank: self._shared.parts[i] for rank, i in self._node_rank.items()}
         super().__init__(self._memory[comm.rank], lengths, comm.rank, comm.traffic)
@@ -64,7 +64,7 @@ class MpiWindow(Window):
             self._transfers.append(one_sided)
             self._remote = dict.fromkeys(remote_ranks, one_sided)
             # A rank may sleep only if every change wakes it; changes by MPI's one-sided calls don't.
-            self._sleepers = None
+            self._sleep_memory = None
         comm.barrier()
 
     # --- transfers ------------------------------------------------------------------------------------------------
@@ -175,14 +175,16 @@ class MpiWindow(Window):
                 self._shared.sync()
             return predicate(elements)
 
-        sleep = partial(self._sleepers.sleep, ready) if self._sleepers is not None and rank == self._rank else None
+        sleep = (
+            partial(self._sleep_memory.sleep, ready) if self._sleep_memory is not None and rank == self._rank else None
+        )
         known = by if remote is None else ()  # with `by`, the watchdog's thread would read the other node's memory
         self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, limit_s, sleep, known)
 
     def wake(self, rank: int) -> None:
         """Wake a rank of this node if it sleeps in `wait`. Called after each change of its memory."""
-        if self._sleepers is not None:
-            self._sleepers.wake(self._node_rank[rank])
+        if self._sleep_memory is not None:
+            self._sleep_memory.wake(self._node_rank[rank])
 
     def close(self) -> None:
         self.comm.failures.retry_on_failure(self.comm.barrier)  # no rank may still be in a transfer

@@ -62,8 +62,8 @@ class VirtualClock:
         self.now_s = 0.0
         self._current: VirtualRank | None = None
         self._body: Callable[[int], Any]
-        self.ranks = [VirtualRank(rank, RandomState(seed, rank), self._live) for rank in range(size)]
-        self._further: list[VirtualRank] = []  # threads of call queues
+        self.ranks = [VirtualRank(rank, RandomState(seed, rank), self._run_thread) for rank in range(size)]
+        self._queue_threads: list[VirtualRank] = []  # threads of call queues
         self._queue: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()  # at equal times and priorities: first in, first out
         self._polling: list[VirtualRank] = []  # blocked in `poll`
@@ -85,7 +85,7 @@ class VirtualClock:
         except BaseException as interruption:  # Ctrl-C is raised in the calling thread only
             self._end(interruption)
             self._finished.acquire()
-        for me in [*self.ranks, *self._further]:
+        for me in [*self.ranks, *self._queue_threads]:
             if me.thread.ident is not None:
                 me.thread.join()
         self._current, self._ending = None, False
@@ -93,7 +93,7 @@ class VirtualClock:
             raise self._failure
         return [me.result for me in self.ranks]
 
-    def _live(self, me: VirtualRank, body: Callable[[], Any] | None = None) -> None:
+    def _run_thread(self, me: VirtualRank, body: Callable[[], Any] | None = None) -> None:
         """Body of a thread: run `body`, by default the run's body on this rank; then resume the next rank."""
         # Autograd uses one thread per GPU, in which a rank that waits in a hook would block all other ranks.
         torch.autograd.set_multithreading_enabled(False)
@@ -117,9 +117,9 @@ class VirtualClock:
     def thread(self, rank: int, body: Callable[[], None]) -> VirtualRank:
         """Start another thread of a rank, which shares its random state. The end of the run ends it."""
         first = self.ranks[rank]
-        further = VirtualRank(rank, first.random, lambda me: self._live(me, body))
+        further = VirtualRank(rank, first.random, lambda me: self._run_thread(me, body))
         further.watched = first.watched
-        self._further.append(further)
+        self._queue_threads.append(further)
         self._schedule(further, self.now_s)
         return further
 
@@ -246,15 +246,17 @@ class VirtualClock:
             self.now_s = at_s
             if kind == _EFFECT:
                 self.spawn(task)
-            elif self._turns < _STANDSTILL or not self._stands_still(task):
+            elif self._turns < _STANDSTILL or not self._check_standstill(task):
                 return task
         if not self._ending and not all(rank.finished for rank in self.ranks):
             self._end(DeadlockError(self._report()))
-        unfinished = [me for me in (*self.ranks, *self._further) if me.thread.ident is not None and not me.finished]
+        unfinished = [
+            me for me in (*self.ranks, *self._queue_threads) if me.thread.ident is not None and not me.finished
+        ]
         self._ending |= bool(unfinished)  # after all ranks have returned: threads of queues that were not closed
         return unfinished[0] if unfinished else None
 
-    def _stands_still(self, due: VirtualRank) -> bool:
+    def _check_standstill(self, due: VirtualRank) -> bool:
         """End the run with an error if a rank waits for a later time that never comes; return whether that is so."""
         later = [(at_s, task.rank) for at_s, kind, _, task in self._queue if kind == _RANK and at_s > self.now_s]
         if later:
@@ -313,7 +315,7 @@ class VirtualClock:
                 lines.append(f"  rank {rank.rank} has returned")
             else:
                 lines.append(self._waits(rank))
-        lines += [self._waits(me) for me in self._further if not me.finished and me.awaits is not IDLE]
+        lines += [self._waits(me) for me in self._queue_threads if not me.finished and me.awaits is not IDLE]
         return "\n".join(lines)
 
     def _waits(self, me: VirtualRank) -> str:

@@ -134,7 +134,7 @@ class Feedback:
 
     def encode_change_(self, new: Tensor, old: Tensor, share: float, whole: bool = False) -> Tensor:
         """Encode `share` · (`new` − `old`), and set `new` back to `old`; flat tensors on any device."""
-        if self._adds and new.is_cpu and new.dtype == self.residual.dtype and not whole:
+        if self._accumulates_by_addition and new.is_cpu and new.dtype == self.residual.dtype and not whole:
             self._start()  # then the same as below, in one pass over memory
             for residual, changed, before in alongside(self.residual, new, old):
                 residual.add_(changed.sub(before).mul_(share))
@@ -146,7 +146,7 @@ class Feedback:
 
     def add_residual_(self, tensor: Tensor) -> None:
         """Add the residual to `tensor`, on any device; the residual keeps the rounding error of the tensor's dtype."""
-        if self._all_sent and self._adds:
+        if self._all_sent and self._accumulates_by_addition:
             return
         tensor.copy_(self.to_send(tensor))
         self.residual.sub_(tensor.to(self.residual))
@@ -178,7 +178,7 @@ class Feedback:
         self._all_sent = False
 
     @property
-    def _adds(self) -> bool:
+    def _accumulates_by_addition(self) -> bool:
         """Whether this compressor accumulates by plain addition."""
         return type(self.compressor).accumulate is Compressor.accumulate
 

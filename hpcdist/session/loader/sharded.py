@@ -33,7 +33,7 @@ from hpcdist.strategies import Strategy
 _log = logging.getLogger("hpcdist")
 _UPDATE_BN = inspect.unwrap(update_bn).__code__  # it is wrapped in torch.no_grad()
 
-_KEPT = (
+_LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
 )
@@ -134,7 +134,7 @@ class ShardedLoader:
         if split and not self._iterable:
             self._order = sample_order(loader, seed)
             self.batches: list[Any] = []  # the DataLoader keeps the list
-            kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
+            kept: dict[str, Any] = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
             if self._order.single:
                 kept |= {"batch_size": None, "sampler": self.batches}
             else:

@@ -190,7 +190,7 @@ class Lbfgs:
         if batch.tail:
             self._pending = batch.tail
         else:
-            self._change_of(new.y, ops.SUM, ops.GRADIENT)
+            self._subtract(new.y, ops.SUM, ops.GRADIENT)
             pairs.add()
         vectors.copy(ops.GRADIENT, ops.SUM)
         self._known = found.loss
@@ -224,14 +224,14 @@ class Lbfgs:
         vectors = self._vectors
         if self._pending and self._pending == batch.head:
             vectors.scale(ops.HEAD, batch.samples / batch.head)
-            self._change_of(self._pairs.spare.y, ops.HEAD, ops.KEPT)
+            self._subtract(self._pairs.spare.y, ops.HEAD, ops.KEPT)
             self._pairs.add()
         self._pending = 0
         if batch.tail:
             vectors.copy(ops.KEPT, ops.TAIL)
             vectors.scale(ops.KEPT, batch.samples / batch.tail)
 
-    def _change_of(self, y: int, after: int, before: int) -> None:
+    def _subtract(self, y: int, after: int, before: int) -> None:
         self._vectors.copy(y, after)
         self._vectors.axpy(y, before, -1.0)
 

@@ -98,13 +98,15 @@ class Coordinator:
         if self._in_flight is None and clock == self.clock:
             samples, head, tail, whole = map(int, batch)
             self._batch = JointBatch(samples, head=head, tail=tail, whole=bool(whole))
-            self._go_on(self._algorithm.step(self._batch, self.clock + 1), None)
+            self._continue(self._algorithm.step(self._batch, self.clock + 1), None)
         latest, index = self._in_flight, int(portion)
         if latest is None or not evaluation or evaluation != self.evaluations or not latest.portions.take(index):
             return  # no result, an old one, or one that another worker has sent before
         latest.losses[index] = loss * latest.division.weight(index)
         if latest.portions.is_complete:
-            self._go_on(latest.steps, math.fsum(latest.losses) if all(map(math.isfinite, latest.losses)) else math.nan)
+            self._continue(
+                latest.steps, math.fsum(latest.losses) if all(map(math.isfinite, latest.losses)) else math.nan
+            )
 
     def patience_s(self, now: float) -> float | None:
         """Return the seconds after which to call `take_replies` without a new message; None: never."""
@@ -135,7 +137,7 @@ class Coordinator:
         if self._in_flight is not None:
             self._in_flight.portions.forget(workers)
 
-    def _go_on(self, steps: Steps, loss: float | None) -> None:
+    def _continue(self, steps: Steps, loss: float | None) -> None:
         """Continue the step with an evaluation's loss, or start it (None), up to the next evaluation or its end."""
         try:
             next(steps) if loss is None else steps.send(loss)

@@ -271,7 +271,7 @@ class GradientServer(Server):
                 self.aggregate.add(gradient, 1.0 if self.placement.aggregates else policy.factor(staleness))
             gradient.applied |= due
         if due and self.placement.aggregates:
-            self._pass_on()
+            self._forward()
         elif due and self.aggregate.weights:
             self._update()
         replies, waiting = [], []
@@ -332,7 +332,7 @@ class GradientServer(Server):
         if error is not None:
             raise error
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         """Push the sum to this aggregator's parent, and take the reply."""
         aggregate, client = self.aggregate, self.channel.client
         if aggregate.weights:

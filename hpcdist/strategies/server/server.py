@@ -110,7 +110,7 @@ class Server(abc.ABC):
         while self.serve_next():
             pass
         self._stepping = list(self.placement.children)
-        self._deal_early()
+        self._handle_early()
         if self.applied:
             self.report(Outcome(self.replica.clock, staleness=tuple(self.applied)))
             self.applied = []
@@ -122,7 +122,7 @@ class Server(abc.ABC):
             copy_all(self.master(), self.placement.shard.of(self.model.params))
         self.update = update
         self.inbox.since_s.update(dict.fromkeys(self.active(), self.comm.now()))
-        self._deal_early()
+        self._handle_early()
 
     def serve_next(self, timeout_s: float | None = None) -> bool:
         """Handle the next request, if one arrives in time; return False once every worker has paused."""
@@ -162,7 +162,7 @@ class Server(abc.ABC):
         """Copy the served parameters into the model."""
         copy_all(self.placement.shard.of(self.model.params), self.master())
 
-    def _deal_early(self) -> None:
+    def _handle_early(self) -> None:
         """Handle requests of this period that arrived before its start here."""
         early, self._early = self._early, []
         for request in early:

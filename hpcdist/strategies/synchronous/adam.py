@@ -79,7 +79,7 @@ class AdamStep(OwnStep):
             )
         like = [] if self.runs_optimizer else model.params
         self.m, self.v, self.scales = (self.state.scratch([torch.zeros_like(x) for x in like]) for _ in range(3))
-        self._scaled_at: object = None
+        self._scale_inputs: object = None
         self._views = [(slot.view(self.m), slot.view(self.v)) for slot in model.slots if like]
 
     def move(self, update: Update) -> None:
@@ -148,11 +148,11 @@ class AdamStep(OwnStep):
     def scale(self, runs: Sequence[ParameterSlice]) -> None:
         """Set `scales` to √v + ε, if v, by the version that torch counts, or ε has changed since the last call."""
         inputs = [flat._version for flat in self.v], [(run.flat, run.elements, run.group["eps"]) for run in runs]
-        if inputs != self._scaled_at:
+        if inputs != self._scale_inputs:
             for run in runs:
                 for v, scale in run.chunks(self.v, self.scales):
                     torch.sqrt(v, out=scale).add_(run.group["eps"])
-            self._scaled_at = inputs
+            self._scale_inputs = inputs
 
     def step_along(self, run: ParameterSlice, moves: Sequence[Tensor] = ()) -> None:
         """Move parameters by −η(m/`scales` + λθ), and count the step; add −ηm/`scales` to `moves`."""

@@ -10,7 +10,7 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.replicas import warn_differences
 
 _SMALL = 1 << 18  # elements of a buffer whose values are compared: torch counts no changes by its batch norm
-_UNKNOWN = 1 << 32  # added to the result of `check` on a rank with a changed buffer that is not in `_agreed`
+_NEWLY_CHANGED = 1 << 32  # added to the result of `check` on a rank with a changed buffer that is not in `_agreed`
 
 
 class ChangingBuffers:
@@ -46,7 +46,7 @@ class ChangingBuffers:
             now = tensors[position]
             if stamp != [id(now), now._version] or (values is not None and not torch.equal(values, now)):
                 self._changed.append(position)
-        return int(bool(self._changed)) + _UNKNOWN * (not set(self._changed) <= set(self._agreed))
+        return int(bool(self._changed)) + _NEWLY_CHANGED * (not set(self._changed) <= set(self._agreed))
 
     def average(self, changes: int) -> None:
         """Collective. Make the changed buffers equal on all ranks.
@@ -54,7 +54,7 @@ class ChangingBuffers:
         Args:
             changes: the sum of the results of `check` over the ranks, not 0.
         """
-        if changes >= _UNKNOWN:
+        if changes >= _NEWLY_CHANGED:
             local_changes = [*self._agreed, *self._changed]
             self._agreed = sorted(set().union(*self._comm.gather(local_changes)))
         buffers = self._model.flat_buffers

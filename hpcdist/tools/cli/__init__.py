@@ -54,15 +54,15 @@ def main() -> None:
     status = _run(sys.argv[1:], first) if first or is_collective else 0
     if status == INTERRUPTED and first:
         console.note("interrupted")
-    comm = _joined()
+    comm = _communicator_or_none()
     if status and comm is not None and comm.size > 1:
         if status != LEFT:
             comm.abort(status)
-        status = _leave_in_turn(comm)
+        status = _end_other_ranks_first(comm)
     sys.exit(status)
 
 
-def _leave_in_turn(comm: Any) -> int:
+def _end_other_ranks_first(comm: Any) -> int:
     """Collective. End all ranks but the first with status 0; the first waits for that, and returns LEFT.
 
     Reason: at a rank's first nonzero status, `srun --kill-on-bad-exit` kills the other ranks, and reports them killed.
@@ -107,7 +107,7 @@ def _run(arguments: list[str], first: bool) -> int:
 
 def _report(error: HpcdistError, first: bool) -> None:
     """Print an error on one of the ranks that raised it; the others wait to be ended by that rank."""
-    comm = _joined()
+    comm = _communicator_or_none()
     if comm is None and not first:  # without a communicator, all ranks raise the same error
         time.sleep(SILENT_S)
         return
@@ -120,7 +120,7 @@ def launched_rank() -> int:
     return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
 
 
-def _joined() -> Any:
+def _communicator_or_none() -> Any:
     """Return the communicator of all ranks; None if this process has not joined one."""
     world = sys.modules.get("hpcdist.session.world")
     return None if world is None else world.joined()

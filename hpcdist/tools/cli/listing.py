@@ -62,7 +62,7 @@ def topologies(name: Annotated[str | None, _name(completion.names("topologies"))
     from hpcdist.config import options_of
 
     known = catalogue("topologies")
-    if not _listed("topologies", known, name):
+    if not _list_if_unnamed("topologies", known, name):
         topology = known.load(str(name))
         required = {key: key.upper() for key, field in options_of(topology).model_fields.items() if field.is_required()}
         training = f"{TRAIN} --set strategy={'dpsgd' if topology.symmetric else 'sgp'} --set strategy.topology={name}"
@@ -82,7 +82,7 @@ def datasets(name: Annotated[str | None, _name(completion.datasets)] = None) -> 
     from hpcdist.data import importers
     from hpcdist.data.fetch import RELEASES
 
-    if not _listed("datasets", importers, name):
+    if not _list_if_unnamed("datasets", importers, name):
         importer = importers.load(str(name))
         fetch = [f"hpcdist data fetch {name}"] * (name in RELEASES)
         source = f"data/{name}" if fetch else getattr(sys.modules[importer.__module__], "INCLUDED", "SOURCE")
@@ -155,7 +155,7 @@ def topology(
 def _list_or_show(group: str, name: str | None, setting: str) -> None:
     """List the algorithms of a group, or describe one; `setting` is the key that selects it."""
     known = catalogue(group)
-    if not _listed(group, known, name):
+    if not _list_if_unnamed(group, known, name):
         cls = known.load(str(name))
         contract: Any = getattr(cls, "contract", None)
         sgd = ""  # settings of the example, for a strategy that supports torch's SGD only
@@ -165,7 +165,7 @@ def _list_or_show(group: str, name: str | None, setting: str) -> None:
         _show(cls, name, setting, f"{TRAIN} --set {setting}={name}{sgd}")
 
 
-def _listed(command: str, known: Any, name: str | None) -> bool:
+def _list_if_unnamed(command: str, known: Any, name: str | None) -> bool:
     """If no name is given, list all algorithms of the group `known`; return whether it listed them."""
     if name is None:
         console.overview({algorithm: known.load(algorithm) for algorithm in known.available()})

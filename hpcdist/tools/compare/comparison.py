@@ -161,12 +161,12 @@ class ComparedRuns(ExperimentRuns):
             run = at_rate.run(self.experiment, FIRST_SEED + repeated, rate, "tuning")
             return None if runner.run_all([run]) else load_summary(self.folder / run.folder)
 
-        best_power, measured = search_within(self.experiment.tune, measure, self._merit)
+        best_power, measured = search_within(self.experiment.tune, measure, self._rate_sort_key)
         means = {start_rate * 2.0**power: mean_metric(runs, self.experiment.metric) for power, runs in measured.items()}
         between = best_power - 1 in measured and best_power + 1 in measured
         return ChosenRate(group.rate_key, group.ranks, start_rate * 2.0**best_power, means, between)
 
-    def _merit(self, summaries: Sequence[Summary | None]) -> tuple[float, float]:
+    def _rate_sort_key(self, summaries: Sequence[Summary | None]) -> tuple[float, float]:
         """Return the sort key of a rate from its runs, lower is better: mean metric, mean loss; inf if a run failed."""
         metric, loss = mean_metric(summaries, self.experiment.metric), mean_metric(summaries, "loss")
         if metric is None or loss is None:

@@ -158,7 +158,7 @@ def run(
     elif (cluster, network, compute) != (None, None, None):
         raise ConfigError("--virtual must be given with --network, --compute and --cluster; got none. Add it.")
     if job is None:
-        output, experiment = _in_folder(command, kind, execution.output, options)
+        output, experiment = _experiment_in_folder(command, kind, execution.output, options)
     else:
         if command == "sweep" and not options["over"]:
             raise ConfigError("--over must be given to start a sweep; got none. Such as --over batch_size=16,32.")
@@ -178,7 +178,7 @@ def run(
     return runs
 
 
-def _in_folder(
+def _experiment_in_folder(
     command: str, kind: type[Any], output: str | Path | None, options: Mapping[str, Any]
 ) -> tuple[Path, Any]:
     """Return the folder that a command without a job resumes, and the experiment read from it."""

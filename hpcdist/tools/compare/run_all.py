@@ -242,7 +242,7 @@ class RunsDisplay:
         """Remove a run from the display, and print its result."""
         if failure is None:
             summary = load_summary(folder)
-            text = _figures(summary.metrics) + (f" ({summary.stopped_early})" if summary.stopped_early else "")
+            text = _format_metrics(summary.metrics) + (f" ({summary.stopped_early})" if summary.stopped_early else "")
         else:
             lines = [line for line in failure.splitlines() if line.strip()] or [""]
             candidates = (  # lines that say why
@@ -287,7 +287,7 @@ def _state(run: PlannedRun, read: Run) -> str:
         last = read.evaluations[-1]
         metrics, progress = {**last.metrics}, f", {last.samples / limit:.0%}" if limit else ""
     metrics["loss"] = read.loss  # training loss, in place of the test loss
-    figures = _figures({name: value for name, value in metrics.items() if value is not None})
+    figures = _format_metrics({name: value for name, value in metrics.items() if value is not None})
     return f"{describe(run)}{progress}{figures and f': {figures}'}"
 
 
@@ -315,5 +315,5 @@ def describe(run: PlannedRun) -> str:
     return f"{run.name}, {count(run.ranks, 'rank')}, {f'rate {float(rate):g}, ' if rate else ''}seed {run.seed}"
 
 
-def _figures(metrics: dict[str, float]) -> str:
+def _format_metrics(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())

@@ -172,7 +172,7 @@ def read_jobs(
     for comparison in sorted(groups, key=lambda folder: str(folder or "")):
         plan = None if comparison is None else read_comparison(comparison)
         if comparison is None or plan is None:
-            jobs += _loose(groups[comparison], ", ".join(map(str, folders)), progress)
+            jobs += _single_runs(groups[comparison], ", ".join(map(str, folders)), progress)
         elif only is None or groups[comparison]:
             jobs.append(_comparison(comparison, plan, only, progress))
     if not any(result.run.ended or job.comparison for job in jobs for result in job.runs):
@@ -231,9 +231,9 @@ def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | 
         ) from None
 
 
-def _loose(folders: Sequence[Path], title: str, progress: Progress) -> list[JobRuns]:
+def _single_runs(folders: Sequence[Path], title: str, progress: Progress) -> list[JobRuns]:
     results = [_run(folder) for folder in progress(folders, READING)]
-    return [_of_job(job, title, runs) for job, runs in _by_job(results).items()]
+    return [_job_of_single_runs(job, title, runs) for job, runs in _by_job(results).items()]
 
 
 def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
@@ -255,7 +255,7 @@ def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
     return dict(sorted(groups.items(), key=lambda group: (group[0] is None, group[0] or "")))
 
 
-def _of_job(job: str | None, title: str, results: Sequence[RunResult]) -> JobRuns:
+def _job_of_single_runs(job: str | None, title: str, results: Sequence[RunResult]) -> JobRuns:
     """Return the single runs of a job; runs that differ in their seeds only get the same name, and so form a group."""
     settings = _settings(results)
     runs = [replace(result, name=_name(result, settings)) for result in results]

@@ -25,7 +25,11 @@ def facts_of_sweep(swept: SweptSettings) -> dict[str, str]:
 
 def sections_of_sweep(swept: SweptSettings) -> list[Section]:
     """Draw the sections: the complete trials, which settings matter, and the other trials."""
-    figures = [_over(swept, number, axis) for number, axis in enumerate(swept.space, 1)] if swept.complete else []
+    figures = (
+        [_metric_over_setting(swept, number, axis) for number, axis in enumerate(swept.space, 1)]
+        if swept.complete
+        else []
+    )
     parallel = [_parallel(swept)] if len(swept.space) > 1 and swept.complete else []
     shares = [[key, f"{100 * share:.0f} %"] for key, share in swept.importance.items()]
     remark = (
@@ -66,7 +70,7 @@ def _samples(trial: SweptTrial) -> str:
     return wording.NONE if trial.samples is None else wording.number(trial.samples)
 
 
-def _over(swept: SweptSettings, number: int, axis: Axis) -> ReportFigure:
+def _metric_over_setting(swept: SweptSettings, number: int, axis: Axis) -> ReportFigure:
     """Plot the metric of complete and pruned trials over one setting; `number` tells figures apart by name."""
     key, values = axis.key, list(axis.values)
     figure, axes = axes_of(2.6)

@@ -226,7 +226,7 @@ def _row(group: RunGroup, columns: Iterable[str], numbers: Sequence[str], base: 
         row |= {"time_to_target_s": (group.mean_seconds_to_target, text), "reached": (len(reached), str(len(reached)))}
     for key in columns:
         if key not in row and key not in LEFT_OUT:
-            row[key] = _number(group, key) if key in numbers else _listed(group, key)
+            row[key] = _number(group, key) if key in numbers else _text_entry(group, key)
     return row
 
 
@@ -243,7 +243,7 @@ def _number(group: RunGroup, key: str) -> Entry:
     return mean, wording.NONE if mean is None else write(mean.mean)
 
 
-def _listed(group: RunGroup, key: str) -> Entry:
+def _text_entry(group: RunGroup, key: str) -> Entry:
     """Return the entry of a text column: the distinct values of the runs."""
     texts = list(dict.fromkeys(str(value) for value in group.values(key) if value is not None))
     return ", ".join(texts), ", ".join(texts) if len(texts) <= LISTED else f"{len(texts)} different"

@@ -225,7 +225,7 @@ def _cores(spec: JobSpec, site: Site) -> Problems:
         )
 
 
-def _resuming(spec: JobSpec, site: Site) -> Problems:
+def _checkpointing(spec: JobSpec, site: Site) -> Problems:
     """Warn if a requeued job would lose its work, or a shrunk job can't continue."""
     checkpoints = _run(spec).get("checkpoint", {})
     can_resume = spec.requeue and spec.shape != "interactive" and not spec.command
@@ -304,7 +304,7 @@ def _files_exist(spec: JobSpec) -> bool:
 
 
 RULES: tuple[Callable[[JobSpec, Site], Problems], ...] = (
-    _time, _directives, _paths, _command, _output, _strategy, _servers, _stages, _gpus, _cores, _resuming,
+    _time, _directives, _paths, _command, _output, _strategy, _servers, _stages, _gpus, _cores, _checkpointing,
     _study, _settings,
 )  # fmt: skip
 

@@ -218,7 +218,7 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
     spent_s = max(totals.loc[workers, "seconds"], default=0.0) if summary is None else summary.wall_s
     step = int(max(newest_step[newest_step.index.isin(workers)], default=0))
     epoch_samples = run.start.samples if run.start else None
-    done, limits = _done(run, samples, step, spent_s)
+    done, limits = _completed_fraction(run, samples, step, spent_s)
     active = newest_sums.loc[newest_sums.index.isin(workers)]
     losses = [loss for rank, loss in steps.losses.items() if rank in workers]
     return RunView(
@@ -258,7 +258,7 @@ def _sums(frame: DataFrame) -> DataFrame:
     return sums.assign(seconds=seconds, bytes=sums["bytes_sent"] + sums["bytes_fetched"])
 
 
-def _done(run: Run, samples: int, step: int, spent_s: float) -> tuple[float | None, tuple[str, ...]]:
+def _completed_fraction(run: Run, samples: int, step: int, spent_s: float) -> tuple[float | None, tuple[str, ...]]:
     """Return the completed fraction of the run, by the limit that it reaches first, and all limits as text."""
     budget, epochs = run.settings.get("budget") or {}, run.settings.get("epochs")
     fractions, limits = [], []

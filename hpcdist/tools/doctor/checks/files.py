@@ -55,7 +55,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
         return {
             "folder": created["folder"],
             "missing": created["missing"],
-            "nodes": _share(comm, nodes, folder, created["token"]),
+            "nodes": _check_visibility(comm, nodes, folder, created["token"]),
             "locks": _locks(comm, nodes, folder / "lock"),
             "write": gather(comm, _try(lambda: _write(folder / "sample")) if is_first else None)[0],
             "read": gather(comm, _try(lambda: _read(folder / "sample")) if comm.rank == reader else None)[reader],
@@ -65,7 +65,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
             _try(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
-def _share(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[str, dict]:
+def _check_visibility(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[str, dict]:
     """Collective. Return `_see_and_write` by node; on rank 0, "arrived" is False if it does not see the node's file."""
     node = nodes.of[comm.rank]
     rows = gather_by_node(comm, nodes, lambda: _try(lambda: _see_and_write(folder, token, node)))
@@ -207,7 +207,7 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     findings = [*sharing, *_room(measured), *locking, *([] if sharing else _samples(measured))]
     yield from findings
     if not any(finding.status == ERROR for finding in findings):
-        yield Finding(OK, _summary(measured, nodes, holds=not locking and not _off(required.environ)))
+        yield Finding(OK, _summary(measured, nodes, holds=not locking and not _locking_disabled(required.environ)))
 
 
 def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
@@ -238,7 +238,7 @@ def _room(measured: dict) -> Iterator[Finding]:
 
 def _locking(measured: dict, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Report locks that are refused, or don't work between nodes."""
-    if _off(environ):
+    if _locking_disabled(environ):
         return
     folder, locks = measured["folder"], measured["locks"]
     advice = "Set HDF5_USE_FILE_LOCKING=FALSE, and let one process at a time write a file"
@@ -257,7 +257,7 @@ def _locking(measured: dict, environ: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding(WARNING, text, (name,))
 
 
-def _off(environ: Mapping[str, str]) -> bool:
+def _locking_disabled(environ: Mapping[str, str]) -> bool:
     return environ.get("HDF5_USE_FILE_LOCKING", "").upper() in ("FALSE", "0")
 
 

@@ -73,16 +73,20 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """
     by_node = gather_by_node(comm, nodes, networks)
     ring_rounds = rounds(len(nodes.names))
-    links = _table(comm, nodes, ring_rounds)
+    links = _measure_rounds(comm, nodes, ring_rounds)
     slow = compare(links.values(), len(nodes.names)) if links else Slow({}, [], 0.0, 0.0)
     suspects = {pair for pair, link in links.items() if link in slow.links or set(pair) & set(slow.nodes)}
-    for pair, repeated in _table(comm, nodes, [[p for p in pairs if p in suspects] for pairs in ring_rounds]).items():
+    for pair, repeated in _measure_rounds(
+        comm, nodes, [[p for p in pairs if p in suspects] for pairs in ring_rounds]
+    ).items():
         latency_s = min(links[pair].latency_s, repeated.latency_s)
         links[pair] = Link(*pair, latency_s, max(links[pair].bandwidth_bytes_s, repeated.bandwidth_bytes_s))
     return {"networks": by_node, "links": list(links.values())}
 
 
-def _table(comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]]) -> dict[tuple[int, int], Link]:
+def _measure_rounds(
+    comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]]
+) -> dict[tuple[int, int], Link]:
     """Collective. Measure rounds of links (pairs of nodes); return the links by pair, the same on all ranks."""
     table: dict[tuple[int, int], Link] = {}
     for pairs in filter(None, parts):
@@ -112,14 +116,14 @@ def _pair(comm: Communicator, peer: int) -> tuple[float, float]:
 
     out, into = torch.zeros(2), torch.zeros(2)
     _exchange(comm, peer, out, into)  # connects
-    first_s = _agreed(comm, peer, median(_exchange(comm, peer, out, into) for _ in range(3)))
+    first_s = _longer_time(comm, peer, median(_exchange(comm, peer, out, into) for _ in range(3)))
     pings = max(1, min(PINGS, int(PAIR_S / max(first_s, 1e-9))))
-    latency_s = _agreed(comm, peer, median(_exchange(comm, peer, out, into) for _ in range(pings)))
+    latency_s = _longer_time(comm, peer, median(_exchange(comm, peer, out, into) for _ in range(pings)))
     send, receive = torch.ones(MAX_BYTES // 4), torch.zeros(MAX_BYTES // 4)
     n_bytes, spent_s, best_bytes_s = FIRST_BYTES, 0.0, 0.0
     for _ in range(MAX_MESSAGES):
         count = n_bytes // 4
-        last_s = _agreed(comm, peer, _exchange(comm, peer, send[:count], receive[:count]))
+        last_s = _longer_time(comm, peer, _exchange(comm, peer, send[:count], receive[:count]))
         spent_s += last_s
         best_bytes_s = max(best_bytes_s, n_bytes / max(last_s, 1e-9))
         larger = min(GROWTH * n_bytes, MAX_BYTES)
@@ -136,7 +140,7 @@ def _exchange(comm: Communicator, peer: int, send: Tensor, receive: Tensor) -> f
     return comm.now() - start
 
 
-def _agreed(comm: Communicator, peer: int, seconds: float) -> float:
+def _longer_time(comm: Communicator, peer: int, seconds: float) -> float:
     """Return the longer of both ends' times, so that both decide the same."""
     import torch
 
@@ -177,7 +181,7 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     if not links:
         yield Finding(OK, f"one node ({nodes}): no links to measure")
         return
-    yield from _apart(measured["networks"], nodes)
+    yield from _separate_networks(measured["networks"], nodes)
     slow = compare(links, len(nodes.names))
     usual = f"the nodes' median is {_figures(slow.latency_s, slow.bandwidth_bytes_s)}"
     for node, times in slow.nodes.items():
@@ -192,7 +196,7 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     yield Finding(OK, _summary(links, slow, measured["networks"], nodes))
 
 
-def _apart(by_node: dict[str, list], nodes: Nodes) -> Iterator[Finding]:
+def _separate_networks(by_node: dict[str, list], nodes: Nodes) -> Iterator[Finding]:
     """Report nodes that share no network with the first one."""
     first = {network for _, network, _ in by_node[nodes.names[0]]}
     separate = [

@@ -315,10 +315,7 @@ class Matcher:
         return True
 
     def _is_late(self, requests: Sequence[NamedCall]) -> bool:
-        """Return whether a request has waited longer than the deadline since the first exchange that contained it.
-
-        Also set `announced_s` of requests that no exchange has contained yet.
-        """
+        """Return whether a request was exchanged longer ago than the deadline; set `announced_s` of new requests."""
         now_s, late = time.perf_counter(), False
         for request in requests:
             request.announced_s = request.announced_s or now_s
@@ -356,11 +353,7 @@ class Matcher:
         return bool(names)
 
     def _exchange(self, fields: Sequence[int], since_ns: int, late: bool) -> tuple[list[list[int]], list[int], bool]:
-        """Collective. Return by rank its fields and when it joined (0: not yet), and whether any request is late.
-
-        Args:
-            fields: FIELDS numbers for each of this rank's requests.
-        """
+        """Collective. Return by rank its fields and when it joined (0: not yet), and whether any request is late."""
         local, of_all = self._local.numpy(), self._all.numpy()
         local[:HEADER], capacity = (len(fields), since_ns, late), len(local) - HEADER
         local[HEADER : HEADER + len(fields)] = fields[:capacity]

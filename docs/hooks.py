@@ -111,7 +111,8 @@ def link(found: re.Match, folder: Path, page, files: Files) -> str:
     source = path.relative_to(ROOT).as_posix()
     pages = {value: key for key, value in COPIED.items()} | {"README.md": "index.md"}
     site = pages.get(source, source.removeprefix("docs/") if source.startswith("docs/") else None)
-    if site is None or files.get_file_from_path(site) is None:
+    file = None if site is None else files.get_file_from_path(site)
+    if file is None or file.inclusion.is_excluded():
         return text
     return f"[{text}]({'../' * page.file.src_path.count('/')}{site})"
 

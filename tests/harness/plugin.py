@@ -225,7 +225,17 @@ def pytest_runtest_setup() -> None:
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
     if (typer := sys.modules.get("typer.main")) and not hasattr(typer.get_command, "cache_info"):
-        typer.get_command = functools.cache(typer.get_command)
+        build = typer.get_command
+
+        @functools.cache
+        def built(app: object) -> object:
+            from hpcdist.tools.cli.base import prepare_help
+
+            command = build(app)
+            prepare_help(command)  # before a test makes a context of one command alone: click keeps its help option
+            return command
+
+        typer.get_command = built
 
 
 @pytest.hookimpl(wrapper=True)

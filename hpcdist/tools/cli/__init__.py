@@ -25,13 +25,13 @@ from hpcdist.errors import INTERRUPTED, LEFT, NO_SPACE, ConfigError, HpcdistErro
 from hpcdist.faults.reporter import SILENT_S, is_reporter
 from hpcdist.registry import catalogue
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import prepare_help
+from hpcdist.tools.cli.base import HELP, prepare_help
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # boxes and columns leave little room on narrow terminals
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": HELP},
     help="Train PyTorch models over MPI with any distribution strategy, and measure what it costs.",
 )
 COLLECTIVE: set[str] = set()  # commands that all ranks run; the first rank runs the others alone
@@ -50,7 +50,7 @@ def main() -> None:
         completion.complete(typer.main.get_command(app))
         sys.exit()
     first = launched_rank() == 0
-    is_collective = len(sys.argv) > 1 and sys.argv[1] in COLLECTIVE and not {"-h", "--help"} & set(sys.argv)
+    is_collective = len(sys.argv) > 1 and sys.argv[1] in COLLECTIVE and not {*HELP} & set(sys.argv)
     status = _run(sys.argv[1:], first) if first or is_collective else 0
     if status == INTERRUPTED and first:
         console.note("interrupted")

@@ -24,8 +24,12 @@ def on_all_ranks(command: T) -> T:
     return command
 
 
+HELP = ["-h", "--help"]
+
+
 def prepare_help(command: Any) -> None:
     """Change a command's help: lists of subcommands have whole first paragraphs, and metavars replace Python types."""
+    command.context_settings.setdefault("help_option_names", HELP)
     for parameter in command.params:
         if parameter.param_type_name == "argument":
             parameter.display_type_rich = lambda ctx: None

@@ -211,9 +211,9 @@ def test_both_sides_apply_the_same(ranks, servers):
             ends = []
             for side in server.SIDES:
                 place.model.params[0].zero_()
-                runner.meet_asleep(comm)
+                runner.barrier_asleep(comm)
                 place.side(side, len(place.workers)).run(3)
-                runner.meet_asleep(comm)
+                runner.barrier_asleep(comm)
                 ends.append(place.model.params[0].clone())
             place.close()
         return ends, place.shards

@@ -96,7 +96,7 @@ def verify(path: str | Path) -> Manifest:
 def verify_on_all_ranks(comm: Communicator, path: str | Path) -> Manifest:
     """Collective. Check a checkpoint's files, each on one rank, and the manifest on all.
 
-    Rank r of p checks the files of the saved ranks r, r + p, r + 2p...; on the same number of ranks, its own files.
+    Rank r of p checks the files of the saved ranks r, r + p, r + 2p...; on the same number of ranks, those of rank r.
 
     Raises:
         CheckpointError: files are missing or damaged; names them, on all ranks.

@@ -60,7 +60,7 @@ def write_manifest(directory: Path, step: int, meta: Any, files: dict[str, Stamp
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read the manifest of a checkpoint, verified against its own checksum.
+    """Read the manifest of a checkpoint, verified against its checksum.
 
     Raises:
         CheckpointError: `path` is not a checkpoint, or its manifest is damaged, or of an unknown version.

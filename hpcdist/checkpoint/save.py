@@ -1,7 +1,7 @@
-"""Save a checkpoint: every rank its own files, all of them or none. What several ranks have in common is written once.
+"""Save a checkpoint: every rank its files, all of them or none. What several ranks have in common is written once.
 
 Ranks compare the checksums of their tensors. Where several have the same tensor under the same name, one of them writes
-it, and the files of the others say which. So replicas of a model together write one state, each about as many bytes.
+it, and the files of the others say which. So replicas of a model jointly write one state, each about as many bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def save(
     and kept, with a warning. Messages: six small exchanges, in one of them 24 bytes for each tensor of a rank.
 
     Args:
-        folder: on a file system that all ranks see; made if it is missing.
+        folder: on a file system that all ranks see; created if it is missing.
         step: the same on all ranks, at least 0.
         state: this rank's; see `hpcdist.checkpoint.tree.encode` for what it may hold. Not changed.
         meta: data that is read before the state (strategy, model signature...), no tensors; rank 0's is taken.
@@ -236,7 +236,7 @@ def _await_all(comm: Communicator) -> None:
 def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Collective. Return by tensor name the rank that writes it: of those that have it, the one with least to write.
 
-    Ranks are numbered among those alive. Short tensors are missing; each rank writes its own.
+    Ranks are numbered among those alive. Short tensors are missing; each rank writes these itself.
     """
     if comm.size == 1:
         return {}

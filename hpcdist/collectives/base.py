@@ -16,7 +16,7 @@ from hpcdist.errors import ConfigError
 
 TAG = TAG_LIMIT - 1  # strategies use low tags on the same communicator
 
-# The dtype in which a sum is computed: torch's own, or a view as another dtype. Two's complement addition ignores the
+# The dtype in which a sum is computed: torch's, or a view as another dtype. Two's complement addition ignores the
 # sign, and complex numbers are added by real and imaginary parts.
 SUMMED_AS = {
     **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},

@@ -1,4 +1,4 @@
-"""The MPI library's own all-reduce."""
+"""The MPI library's all-reduce."""
 
 from __future__ import annotations
 

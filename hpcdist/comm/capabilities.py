@@ -97,7 +97,7 @@ class Platform:
         library: name and version of the communication library, one line.
         world_ranks: the numbers of these ranks in the job.
         virtual: description of the virtual cluster (network, step times) for `run.json`; None on real ranks.
-        concurrent: whether several threads of a rank may communicate at the same time, each on its own communicator.
+        concurrent: whether several threads of a rank may communicate at the same time, each on a separate communicator.
     """
 
     library: str

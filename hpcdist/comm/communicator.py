@@ -82,7 +82,7 @@ class Communicator(abc.ABC):
     # --- collective -----------------------------------------------------------------------------------------------
     @abc.abstractmethod
     def allreduce(self, tensor: Tensor) -> None:
-        """Collective. Sum `tensor` over all ranks in place, by the MPI library's own all-reduce."""
+        """Collective. Sum `tensor` over all ranks in place, by the MPI library's all-reduce."""
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:

@@ -163,7 +163,7 @@ def connect(address: str, port: int, token: bytes, longest_s: float = math.inf) 
 
 
 def set_deadline(connection: socket.socket, seconds: float) -> None:
-    """Make transfers raise BlockingIOError after `seconds` without progress."""
+    """Let transfers raise BlockingIOError after `seconds` without progress."""
     whole, part = (0, 0) if math.isinf(seconds) else divmod(max(seconds, 1e-3), 1)  # 0: never
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(part * 1e6)))

@@ -23,7 +23,7 @@ class Traffic:
 
     Attributes:
         bytes_sent, messages_sent: sent by this rank, one-sided puts and accumulates included.
-        bytes_fetched, messages_fetched: read by one-sided gets. Calls on a rank's own window count nothing.
+        bytes_fetched, messages_fetched: read by one-sided gets. Calls on a rank's local window count nothing.
         communicating_s: seconds inside calls that move data.
         waiting_s: seconds spent waiting for another rank (barrier, `Window.wait`, `probe`); not in `communicating_s`.
     """

@@ -18,7 +18,7 @@ from hpcdist.errors import ConfigError, MismatchError
 
 NO_LIMIT = timedelta(0)
 _LOCK = threading.Lock()  # held while a work ends, or gets a callback
-# A callback of a future may itself make collective calls and wait for them, so it must not block the thread that runs
+# A callback of a future may itself run collective calls and wait for them, so it must not block the thread that runs
 # the calls. No script nests more callbacks than there are threads here.
 _CALLBACKS = ThreadPoolExecutor(64, "hpcdist-futures")
 # Works without references in Python. C++ may still hold one, as DistributedDataParallel does for `join`, and can't wait

@@ -1,4 +1,4 @@
-"""Settings: read from files and flags, checked, and put together to a training job's configuration."""
+"""Settings: read from files and flags, checked, and combined into a training job's configuration."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The user's Python files: as modules, which may import from their own folder, and their git commit."""
+"""The user's Python files: as modules, which may import from their folder, and their git commit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _loaded: dict[Path, tuple[ModuleType, int]] = {}  # by file: the module, and the
 _known: frozenset[str] = frozenset()  # names of modules, see _known_modules
 _running: list[tuple[int, str]] = []  # the process in which code runs that must not end it, and the message
 _open = Counter[str]()  # contexts of `neighbours` that have not ended, by folder: one for each virtual rank
-_inserted = Counter[str]()  # entries of sys.path that these have made
+_inserted = Counter[str]()  # entries of sys.path that these have added
 _exit = os._exit
 
 

@@ -14,7 +14,7 @@ from hpcdist.errors import ConfigError
 
 
 class StrategyConfig(Named):
-    """The distribution strategy by name, with options that its own `Config` checks."""
+    """The distribution strategy by name, with options that its `Config` checks."""
 
     name: str = Field(
         "allreduce", description="distribution strategy, see `hpcdist strategies`; or path/to/file.py:Class"
@@ -56,7 +56,7 @@ class StopConfig(Settings):
 
 
 class LeaveConfig(Settings):
-    """Leaving early with a checkpoint, from which --resume goes on."""
+    """Leaving early with a checkpoint, from which --resume continues."""
 
     enabled: bool = Field(
         True, description="leave on Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, and before the job's time limit"

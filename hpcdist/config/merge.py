@@ -198,7 +198,7 @@ def _readable(value: Any) -> str:
     return "none" if value is None else value if isinstance(value, str) else _toml(value)
 
 
-# Paths, settings without effect on training, and the strategy, which has a column of its own.
+# Paths, settings without effect on training, and the strategy, which has a separate column.
 NOT_COMPARED = ("checkpoint.folder", "data.path", "log", "output", "strategy.name")
 
 

@@ -185,7 +185,7 @@ class ScheduleConfig(Named):
         """Build the schedule of this optimizer; None if there is neither a name nor a warm-up.
 
         Args:
-            factor: of the optimizer's scaled rate; a warm-up begins with the unscaled one.
+            factor: of the optimizer's scaled rate; a warm-up starts with the unscaled one.
 
         Raises:
             ConfigError: torch refuses the options, or a function does not exist.

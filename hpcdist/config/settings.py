@@ -47,7 +47,7 @@ else:
 
 
 class _Refusing(_Meta):
-    """Makes `Config(period=0)` raise ConfigError.
+    """Lets `Config(period=0)` raise ConfigError.
 
     This is a metaclass because pydantic would call an `__init__` for nested settings too. Their errors must reach the
     outermost settings, which know the whole dotted key.
@@ -62,7 +62,7 @@ class Settings(BaseModel, metaclass=_Refusing):
 
     Types are strict (no "4" for 4, no true for 1), with two exceptions that TOML needs: an array stands for a tuple,
     and "none" for None. Numbers are finite, except where infinity means that there is no limit (`allow_inf_nan`).
-    Defaults are not checked. A validator raises ValueError with a whole message, or with a rule that begins with "must"
+    Defaults are not checked. A validator raises ValueError with a whole message, or with a rule that starts with "must"
     and follows the field's key.
 
     Raises:
@@ -73,7 +73,7 @@ class Settings(BaseModel, metaclass=_Refusing):
 
     @classmethod
     def from_mapping(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
-        """Make settings from a table; `where` is the table's dotted key, for messages."""
+        """Create settings from a table; `where` is the table's dotted key, for messages."""
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
@@ -106,7 +106,7 @@ def without_changeable(model: type[Settings], values: Mapping[str, Any]) -> dict
 
 
 class Named(Settings):
-    """An algorithm's name, or `path/to/file.py:Class`, with its own options beside it. A string alone is the name."""
+    """An algorithm's name, or `path/to/file.py:Class`, with its options beside it. A string alone is the name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -191,7 +191,7 @@ def _refusal(model: type[Settings], error: ValidationError, where: str) -> Confi
     raised = details[0].get("ctx", {}).get("error")
     if len(details) == 1 and isinstance(raised, ConfigError):
         return raised
-    # One line for each key, as each branch of a union has an error of its own.
+    # One line for each key, as each branch of a union has a separate error.
     rules: dict[str, list[str]] = {}
     endings: dict[str, str] = {}
     for detail in details:

@@ -1,7 +1,7 @@
-"""Data: HDF5 files that every rank reads its own part of, each sample exactly once per epoch.
+"""Data: HDF5 files that every rank reads its part of, each sample exactly once per epoch.
 
 `create` writes a file, `HDF5Dataset` reads it, `describe` describes it, `EpochPlan` divides an epoch's samples among
-the ranks, `Loader` iterates one rank's batches, `importers` makes such files from other formats.
+the ranks, `Loader` iterates one rank's batches, `importers` creates such files from other formats.
 """
 
 import importlib

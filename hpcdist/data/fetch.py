@@ -80,12 +80,12 @@ def fetch(name: str, folder: Path, *, source: Path | None = None, show: Show = l
 
     Args:
         name: one of RELEASES.
-        source: a folder that has the files, gzipped or not; then no other place is tried.
+        source: a folder that has the files, gzipped or not; then no other location is tried.
         show: called during downloads.
 
     Raises:
         UnknownNameError: there is no data set of this name.
-        DataError: no place has the originals; the message gives the reason for each.
+        DataError: no location has the originals; the message gives the reason for each.
         OutputError: a file can't be written.
     """
     if name not in RELEASES:

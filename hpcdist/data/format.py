@@ -127,7 +127,7 @@ def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_com
     except BlockingIOError as error:
         raise damage(path, f"is locked ({error})", "Wait for its writer to end, or pass locking=False.") from error
     except (OSError, RuntimeError) as error:
-        if "already open for" in str(error):  # HDF5's words for a mark that a writer leaves in the file, locks or not
+        if "already open for" in str(error):  # HDF5's text for a mark that a writer leaves in the file, locks or not
             advice = f"Wait for its writer to end; after one that has died: h5clear --status {path}."
             raise damage(path, f"is open for writing, in SWMR mode or without locks ({error})", advice) from error
         raise damage(path, f"is truncated or corrupt ({error})") from error
@@ -223,7 +223,7 @@ def preferred_chunk_samples(sample_bytes: int, samples: int) -> int:
 
 
 def samples_per_chunk(dataset: h5py.Dataset) -> int:
-    """Return the samples of a chunk, or those of a contiguous dataset that are best read together."""
+    """Return the samples of a chunk, or those of a contiguous dataset that are best read at once."""
     if dataset.chunks:
         return dataset.chunks[0]
     return preferred_chunk_samples(dataset.dtype.itemsize * math.prod(dataset.shape[1:]), len(dataset))

@@ -154,7 +154,7 @@ class HDF5Dataset(Dataset):
         return x[0], y[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Samples:
-        """Read samples together, for torch's DataLoader."""
+        """Read several samples, for torch's DataLoader."""
         return Samples.of(self.batch, indices)
 
     def close(self) -> None:
@@ -302,7 +302,7 @@ class MappedRows:
     def _open_windows(self, memory: mmap.mmap) -> None:
         """View the map as an array of overlapping windows, each as long as a sample.
 
-        Windows begin at the multiples of the greatest common divisor of all distances between samples, so that every
+        Windows start at the multiples of the greatest common divisor of all distances between samples, so that every
         sample is one of them.
         """
         column, offsets = self._column, self._offsets

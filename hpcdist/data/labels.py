@@ -68,7 +68,7 @@ def _sample_counts(generator: np.random.Generator, shares: np.ndarray, available
     counts = np.zeros(len(available), np.int64)
     while missing := size - int(counts.sum()):
         open_shares = np.where(counts < available, shares, 0.0)
-        if not open_shares.sum() > 0:  # its own labels are used up
+        if not open_shares.sum() > 0:  # its labels are used up
             open_shares = (available - counts).astype(float)
         more = generator.multinomial(missing, open_shares / open_shares.sum())
         counts = np.minimum(counts + more, available)

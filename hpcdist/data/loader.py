@@ -1,4 +1,4 @@
-"""One worker's batches of an epoch: from our own loader, or from torch's DataLoader."""
+"""One worker's batches of an epoch: from our loader, or from torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class ShardedBatchSampler(Sampler):
 
     def batches(self) -> Iterator[np.ndarray]:
         """Iterate the batches as int64 arrays."""
-        plan = self.plan  # set_epoch has no effect on an iteration that has begun
+        plan = self.plan  # set_epoch has no effect on an iteration that has started
         return (plan.batch(step, self.worker) for step in range(len(self)))
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -1,7 +1,7 @@
 """Divide the samples of an epoch among workers and steps. Pure functions of numbers: nothing is read or sent.
 
 The order of an epoch depends only on (seed, epoch), and a step takes the next workers * batch_size samples of it. So
-the workers' batches together, in worker order, are the batch that one process with that global batch would read, and
+the workers' batches, joined in worker order, are the batch that one process with that global batch would read, and
 an epoch can be resumed at any position on any number of workers.
 """
 
@@ -22,7 +22,7 @@ class EpochPlan:
     """The batches of one epoch, each sample in exactly one of them, uneven tails included.
 
     In a full step every worker has `batch_size` samples. In the last step the first workers have full batches, the next
-    one has the rest, and the others have none. Dividing the rest evenly could make batches of one sample. Batch
+    one has the rest, and the others have none. Dividing the rest evenly could create batches of one sample. Batch
     normalisation refuses these, and a parameter server would apply each as a whole step.
 
     Args:
@@ -57,7 +57,7 @@ class EpochPlan:
 
     @cached_property
     def global_batch(self) -> int:
-        """Samples of a full step, of all workers together."""
+        """Samples of a full step, of all workers."""
         return self.workers * self.batch_size
 
     @cached_property

@@ -35,7 +35,7 @@ class Split:
 
     @classmethod
     def of(cls, x: np.ndarray, y: np.ndarray) -> Split:
-        """Make a split of arrays that are in memory already."""
+        """Create a split of arrays that are in memory already."""
         return cls(len(x), [(x, y)])
 
 
@@ -55,14 +55,14 @@ def create(
     """Write `splits` to `path` and return the path; an older file stays until the new one is complete.
 
     Args:
-        path: The file to write; missing folders are made.
+        path: The file to write; missing folders are created.
         splits: "train", "test" or others, of the dtypes in `format.DTYPES`; the first block sets dtype and shape.
         task: "classification" (y: one integer per sample, an index into `classes`) or "regression".
-        source: The source of the data, in words.
+        source: The source of the data, as text.
         classes: The classes' names, in the order of their labels.
         scale, offset: x is stored as it is and read as x * scale + offset; numbers, or arrays like one sample.
         notes: Further attributes: numbers, texts, arrays, lists of texts.
-        chunk_samples: Samples of x per chunk; by default as many as make 256 to 512 KiB.
+        chunk_samples: Samples of x per chunk; by default as many as fill 256 to 512 KiB.
         compression: None, "gzip" or "lzf". Compressed data are smaller and far slower to read in random order.
 
     Raises:
@@ -97,7 +97,7 @@ def set_attribute(file: h5py.File, name: str, value: object) -> None:
     """Store an attribute: numbers, arrays, a text or a list of texts.
 
     Texts get a fixed length, because HDF5 keeps texts of variable length in its global heap. That has no checksum, and
-    one damaged byte in it can make HDF5 loop for ever.
+    one damaged byte in it can cause HDF5 to loop for ever.
     """
     texts = np.asarray(value)
     if texts.dtype.kind != "U":

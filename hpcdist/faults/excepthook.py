@@ -35,7 +35,7 @@ def install(
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         is_one_line = isinstance(error, HpcdistError) and not isinstance(error, CommunicationError)
         if previous is not sys.__excepthook__ or (rank is None and not is_one_line):
-            previous(kind, error, trace)  # a debugger's, a notebook's; on a single rank Python's own
+            previous(kind, error, trace)  # a debugger's, a notebook's; on a single rank Python's
             if rank is None:
                 return
         if rank is None or is_reporter(rank):

@@ -32,7 +32,7 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut the groups' gradients into buckets, from the last parameter to the first.
 
-    A tensor larger than the cap is a bucket of its own; no other bucket exceeds its cap. The first bucket of a group
+    A tensor larger than the cap is a separate bucket; no other bucket exceeds its cap. The first bucket of a group
     has the smaller of the two caps, so that sending starts early in the backward pass. Buckets of all groups are sorted
     in the order in which a backward pass from the last to the first parameter completes them.
     """

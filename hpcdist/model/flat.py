@@ -160,7 +160,7 @@ class FlatModel:
         self._only = None if self._only is None else self._only | set(map(id, parameters))
 
     def move_params(self, flats: Sequence[Tensor]) -> None:
-        """Move the trainable parameters into `flats`, like `params`, in their place."""
+        """Move the trainable parameters into `flats`, which replace `params`."""
         for flat, own in zip(flats, self.params, strict=True):
             flat.copy_(own)
         self.params = tuple(flats)

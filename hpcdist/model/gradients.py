@@ -269,7 +269,7 @@ class Gradients:
         self._end()
 
     def _move_in(self, position: int, grad: Tensor) -> None:
-        """Copy a gradient into its flat slice, and make the slice the parameter's gradient."""
+        """Copy a gradient into its flat slice, and set the slice as the parameter's gradient."""
         slot = self._slots[position]
         if grad.dtype != slot.dtype or grad.shape != slot.shape:
             self._refresh()  # raises the error about the parameter

@@ -46,7 +46,7 @@ class Slot:
         return (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, flats[self.group].device)
 
     def move_in(self, tensor: Tensor, flats: Sequence[Tensor], role: str, advice: str) -> None:
-        """Copy the values of `tensor` into the slot, and make the slot the memory of `self.tensor` again.
+        """Copy the values of `tensor` into the slot, and set the slot as the memory of `self.tensor` again.
 
         Raises ConfigError, with `role` and `advice` in the message, if shape, dtype or device differ.
         """
@@ -60,7 +60,7 @@ class Slot:
 
 
 def bind(slots: Iterable[Slot], flats: Sequence[Tensor]) -> None:
-    """Make `flats` the memory of the slots' tensors, which stay the same objects."""
+    """Set `flats` as the memory of the slots' tensors, which stay the same objects."""
     for slot in slots:
         slot.tensor.data = slot.view(flats)
         slot.pointer = slot.tensor.data_ptr()

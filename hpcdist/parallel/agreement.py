@@ -49,7 +49,7 @@ class Agreement:
         return merged
 
     def spread_overflow(self, grads: Iterable[Tensor]) -> None:
-        """Collective in the replica. Make a gradient NaN here if another rank has one that is not finite.
+        """Collective in the replica. Set a gradient to NaN here if another rank has one that is not finite.
 
         Then the GradScaler of each rank sees the overflow and skips the step.
         """
@@ -61,7 +61,7 @@ class Agreement:
             grads[0].fill_(torch.nan)
 
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Collective in the replica. Compute the 2-norm of all stages' gradients together, as a float64 on the CPU."""
+        """Collective in the replica. Compute the 2-norm of all stages' gradients, as a float64 on the CPU."""
         grads = [p.grad for p in parameters if p.grad is not None and id(p) not in self._repeated]
         squares = [float(torch.linalg.vector_norm(as_real(chunk), dtype=torch.float64)) ** 2 for chunk in chunks(grads)]
         # All-reduce adds only zeros to each rank's element, so that the result does not depend on its order of sums.

@@ -19,7 +19,7 @@ Values = tuple[Any, ...]  # tensors, None, and tuples, lists or dicts of them
 
 
 class Described(NamedTuple):
-    """A tensor of a boundary, for which the next stage makes memory.
+    """A tensor of a boundary, for which the next stage allocates memory.
 
     With `grad` a gradient comes back, zeros if there is none, so that other ranks need not know about frozen layers.
     """

@@ -68,7 +68,7 @@ def measure(
         device: where layers are measured.
 
     Raises:
-        ConfigError: the model is not a chain of layers, or can't be made on the meta device.
+        ConfigError: the model is not a chain of layers, or can't be built on the meta device.
     """
     device = torch.device(device)
     with callers_state_kept():

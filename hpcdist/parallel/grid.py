@@ -1,4 +1,4 @@
-"""The grid of ranks: consecutive ranks hold one model together, a replica; every replica has the same stages.
+"""The grid of ranks: consecutive ranks jointly hold one model, a replica; every replica has the same stages.
 
 With 2 stages and 3 replicas, ranks are numbered::
 
@@ -21,17 +21,17 @@ class Grid:
     """Collective. The ranks of `comm` as replicas of a model in `stages` parts, one on each rank.
 
     The ranks of a replica communicate many times in a step, so they must share a node. Virtual ranks need not if each
-    of them has a node of its own: such a cluster has no nodes.
+    of them has a separate node: such a cluster has no nodes.
 
     Args:
-        stages: ranks that hold one whole model together; 1 for plain data parallelism.
+        stages: ranks that jointly hold one whole model; 1 for plain data parallelism.
         spread: allow a replica on several nodes.
 
     Attributes:
         comm: all ranks of the grid.
         inner: the ranks of this rank's replica; a rank in it is a stage.
         outer: the ranks that hold this rank's stage; a rank in it is a replica.
-        stage, replica: the place of this rank.
+        stage, replica: the position of this rank.
         stages, replicas: the size of the grid.
 
     Raises:

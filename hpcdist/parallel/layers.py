@@ -126,7 +126,7 @@ def outline(make: Make, register: Register = lambda parameter: None) -> Chain:
         register: called with each parameter that a module registers.
 
     Raises:
-        ConfigError: the model can't be made there, or does not consist of layers.
+        ConfigError: the model can't be built there, or does not consist of layers.
     """
     with callers_state_kept(), torch.device("meta"), _registering(register):
         try:
@@ -139,7 +139,7 @@ def outline(make: Make, register: Register = lambda parameter: None) -> Chain:
 
 
 def build(make: Make, numbers: Collection[int], device: torch.device | str | None = None) -> Chain:
-    """Build the layers `numbers` of the model that `make` makes, with their initial values in the whole model.
+    """Build the layers `numbers` of the model that `make` returns, with their initial values in the whole model.
 
     `make` runs twice. On the meta device it shows to which layer each parameter belongs. In the second run a parameter
     of another layer is replaced, as soon as it is registered, by a view of one scratch tensor that all of them share.

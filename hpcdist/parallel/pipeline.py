@@ -34,7 +34,7 @@ class Pipeline(PartOfModel):
 
     A batch is divided into micro-batches along the first dimension, as evenly as possible. Gradients are of the
     mean loss of the micro-batches, weighted by samples: for a loss that is a mean over samples, of the batch's loss.
-    Layers see micro-batches, as in gradient accumulation: dropout draws a mask for each, and batch norm takes the
+    Layers see micro-batches, as in gradient accumulation: dropout samples a mask for each, and batch norm takes the
     statistics of each.
 
     Messages of a rank in a step: for each micro-batch and boundary the values there, and their gradients back.
@@ -49,7 +49,7 @@ class Pipeline(PartOfModel):
         schedule: the order of passes, by name.
         chunks: stages of each rank; more than 1 with the schedule `interleaved`.
         recompute: keep only the inputs of a stage for its backward pass, and compute the rest again.
-        routing: straight, within a replica; or random, to a replica that is drawn for each micro-batch and boundary,
+        routing: straight, within a replica; or random, to a replica that is sampled for each micro-batch and boundary,
             see `Routing`.
         seed: of random routing.
         device: where this rank computes.
@@ -57,7 +57,7 @@ class Pipeline(PartOfModel):
     Attributes:
         cut: the layers of each stage.
         stages: the numbers of this rank's stages.
-        n_stages: the number of stages on all ranks together.
+        n_stages: the number of stages on all ranks.
         is_first, is_last: this rank has the first stage, the last stage.
         routing: random routes; None for straight routes, or with one replica.
 

@@ -96,7 +96,7 @@ def predict(
 
     Args:
         costs: of each layer, for one micro-batch.
-        ranks: the number of ranks that hold the model together.
+        ranks: the number of ranks that jointly hold the model.
         cut: None for the best cut. With one stage on each rank every rank has parameters in it.
         limit_bytes: the largest memory of a rank in the best cut.
         copies: the bytes of parameters, gradients and the optimiser's state for each byte of parameters.

@@ -1,4 +1,4 @@
-"""Random routes of micro-batches: from each stage to the next one they go to a replica that is drawn anew."""
+"""Random routes of micro-batches: from each stage to the next one they go to a replica that is sampled anew."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Routing:
 
     Args:
         grid: of several stages.
-        seed: of the draw, at least 0.
+        seed: of the random routes, at least 0.
 
     Attributes:
         comm: all ranks of the grid, in the grid's order.

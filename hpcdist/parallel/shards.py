@@ -1,7 +1,7 @@
 """Models of DTensors: this rank's parts of the parameters, as plain tensors in the same memory; device meshes.
 
 With torch's `fully_shard` (FSDP2) and `parallelize_module` (tensor parallelism) the ranks of a replica hold parameters
-together: DTensors. A strategy averages, sends and compresses plain tensors; it gets each rank's part, and exchanges it
+jointly: DTensors. A strategy averages, sends and compresses plain tensors; it gets each rank's part, and exchanges it
 with the ranks that hold the same part in other replicas. In DistributedDataParallel each rank's part is all of it.
 """
 
@@ -48,10 +48,10 @@ class Shards(PartOfModel):
     Args:
         model: on its device; fully_shard or parallelize_module has been called on it already. Or one that
             DistributedDataParallel wraps, on the replica's ranks, which then train on different samples.
-        grid: its ranks `inner` hold the model together.
+        grid: its ranks `inner` jointly hold the model.
 
     Raises:
-        ConfigError: the model has no DTensor, or fully_shard has left out a parameter; or DistributedDataParallel is
+        ConfigError: the model has no DTensor, or fully_shard has omitted a parameter; or DistributedDataParallel is
             on other ranks.
     """
 
@@ -101,7 +101,7 @@ class Shards(PartOfModel):
     def _home(self, path: str) -> nn.Module:
         """Return the submodule for the parts of the model's module at `path`; create it if it is missing.
 
-        Names begin with the rank's position, so that a checkpoint can't confuse the parts of ranks.
+        Names start with the rank's position, so that a checkpoint can't confuse the parts of ranks.
         """
         home: nn.Module = self
         for name in [f"shard{self.grid.stage}of{self.grid.stages}", *(path.split(".") if path else ())]:
@@ -170,7 +170,7 @@ class Shards(PartOfModel):
             if self._ddp is not None and not self._ddp.require_backward_grad_sync:  # in no_sync: they add up
                 return
             if not self._arrived:
-                # Not `_deliver` yet: FSDP's own callback, with the last gradients, may follow this one, and DDP's.
+                # Not `_deliver` yet: FSDP's callback, with the last gradients, may follow this one, and DDP's.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(lambda: engine.queue_callback(self._deliver))
             if self._ddp is not None:
@@ -303,7 +303,7 @@ def _check_ranks(ddp: DistributedDataParallel, grid: Grid) -> None:
 def make_mesh(
     comm: Communicator, sizes: Sequence[int], names: Sequence[str] | None = None, device_type: str = "cpu"
 ) -> DeviceMesh:
-    """Collective. Make torch's device mesh of the ranks of `comm`.
+    """Collective. Create torch's device mesh of the ranks of `comm`.
 
     For torch these are all ranks: its default process group consists of them, on hpcdist (Gloo where the one before it
     is), or on Gloo and NCCL for GPUs. It lasts until the process ends, or until
@@ -312,7 +312,7 @@ def make_mesh(
     Args:
         comm: real ranks, those of one replica.
         sizes, names: of the dimensions; the product of sizes is the number of ranks.
-        device_type: "cpu", or "cuda" if each rank has chosen a GPU of its own.
+        device_type: "cpu", or "cuda" if each rank has chosen a separate GPU.
 
     Raises:
         ConfigError: the ranks are virtual, or the program has started a default process group itself.

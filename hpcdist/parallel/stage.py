@@ -201,7 +201,7 @@ class _AllComputed(Exception):
 class Recomputation:
     """A forward pass whose graph keeps no tensors: `compute` computes them again once; they are freed with the graph.
 
-    torch's own `checkpoint` computes the pass again for each walk through the graph, and hands each tensor out once.
+    torch's `checkpoint` computes the pass again for each walk through the graph, and hands each tensor out once.
     Gradients of inputs first and of weights later need several walks, which share tensors, such as a normalisation's
     inputs.
 

@@ -66,7 +66,7 @@ class Stamp(NamedTuple):
 def write_durably(path: Path, chunks: Iterable[bytes | np.ndarray]) -> Stamp:
     """Write pieces (bytes, or flat uint8 arrays) into a new file and fsync it.
 
-    `chunks` may be a generator: each piece is written before the next one is made.
+    `chunks` may be a generator: each piece is written before the next one is created.
 
     Raises:
         OSError: the file exists, or can't be written.
@@ -93,7 +93,7 @@ def stamp(file: BinaryIO, checksum: str = WRITTEN) -> Stamp:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content durable, or the entries of a folder."""
+    """Sync a file's content to disk, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -117,7 +117,7 @@ def replace_durably(path: Path, data: bytes) -> None:
         sync(path.parent)
 
 
-# --- files that others may have made ----------------------------------------------------------------------------------
+# --- files that others may have written -------------------------------------------------------------------------------
 Count = Annotated[int, Field(ge=0, le=1 << 53)]  # in a file: what floats hold, and sums of it int64
 MOST_BYTES = 1 << 28  # of a file of settings, of a summary or a manifest
 

@@ -19,7 +19,7 @@ from hpcdist.records.files import open_regular
 
 FILE_NAME = ".lock"
 RETRY_S = 0.2
-WRITTEN = ("run.json", "summary.json", "evaluations.jsonl")  # files that only the run's own processes replace
+WRITTEN = ("run.json", "summary.json", "evaluations.jsonl")  # files that only the run's processes replace
 RELEASED_S, KILLED_S, ELSEWHERE_S = 2.0, 30.0, 300.0  # see is_abandoned
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # the file system has no locks
 _HOLDER = re.compile(r"process (\d+) on host (\S+) since .+")
@@ -73,7 +73,7 @@ def making(folder: Path, setting: str = "--output") -> Iterator[None]:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make a folder and hold its lock; raise ConfigError if it can't be made, or another process holds the lock."""
+    """Create a folder and hold its lock; raise ConfigError if this fails, or another process holds the lock."""
     with ExitStack() as until_the_end:
         with making(folder):
             folder.mkdir(parents=True, exist_ok=True)

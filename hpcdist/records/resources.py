@@ -46,7 +46,7 @@ def resources_path(folder: str | Path, rank: int) -> Path:
 
 
 class Sampler:
-    """Appends a sample of this process to a file every few seconds, on a thread of its own, and one at the end.
+    """Appends a sample of this process to a file every few seconds, on a separate thread, and one at the end.
 
     Training continues without samples if the file can't be written.
 
@@ -110,7 +110,7 @@ def network_bytes(root: Path = SYSFS) -> tuple[int, int]:
     received, sent = (sum(each.bytes_recv for each in counted), sum(each.bytes_sent for each in counted))
     for counters in root.glob("class/infiniband/*/ports/*/counters"):
         with suppress(OSError, ValueError):  # a port that does not count
-            received += 4 * int((counters / "port_rcv_data").read_text())  # in words of four bytes
+            received += 4 * int((counters / "port_rcv_data").read_text())  # in units of four bytes
             sent += 4 * int((counters / "port_xmit_data").read_text())
     return received, sent
 

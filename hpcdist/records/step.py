@@ -18,7 +18,7 @@ from hpcdist.records.files import Count, append, damaged_line, open_regular, rea
 
 _FILE_NAME = re.compile(r"records-rank(\d{4,})\.jsonl")
 RESTART = re.compile(rb'\{"first_step":(\d{1,18})\}\n')
-_MOST_BYTES = 1 << 23  # that one call of RecordTail reads; the next one goes on
+_MOST_BYTES = 1 << 23  # that one call of RecordTail reads; the next one continues
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class StepRecord:
 
 
 RECORD: TypeAdapter[StepRecord] = TypeAdapter(StepRecord)
-_OF_STAGES = {"stage_bytes", "stage_s"}  # left out without stages
+_OF_STAGES = {"stage_bytes", "stage_s"}  # omitted without stages
 
 
 def record_path(folder: str | Path, rank: int) -> Path:
@@ -68,7 +68,7 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
     so that repeated steps are not counted twice. Nothing is deleted except an incomplete last line after a crash.
 
     Args:
-        path: the file, see `record_path`; its folder is made.
+        path: the file, see `record_path`; its folder is created.
         first_step: the first step that will be written; 0 in a new run.
         flush_s, flush_records: the longest time, and the most records, between two writes to the file.
     """
@@ -135,11 +135,11 @@ class RecordTail:
     """A reader of one rank's file while it is written: each call returns the records that are new since the last call.
 
     It goes by the file's length, which works on network file systems, too. A line without its end is left for the next
-    call. So is a line that is no record: a network file system may show the place of what another node has just
+    call. So is a line that is no record: a network file system may show the range of what another node has just
     written before its bytes. If it is still no record then, it is skipped.
 
     Args:
-        from_end: leave out the records that are there already.
+        from_end: skip the records that are there already.
         strict: raise DataError for a line that is no record.
     """
 
@@ -147,7 +147,7 @@ class RecordTail:
         self._path, self._strict = path, strict
         self._offset = path.stat().st_size if from_end and path.exists() else 0  # bytes that have been read
         self.lines = 0  # that have been read
-        self._doubtful = -1  # the place of a line that was no record
+        self._doubtful = -1  # the position of a line that was no record
 
     def __call__(self) -> list[StepRecord | int]:
         """Return the new records. A number among them is the first step that a restarted run takes again.
@@ -202,7 +202,7 @@ def record_files(folder: str | Path) -> dict[int, Path]:
 def read_records(folder: str | Path) -> dict[int, list[StepRecord]]:
     """Read the valid records of all ranks (see `RecordWriter`), in the order of writing.
 
-    An incomplete last line (the writer was killed, or still writes) is left out with a warning.
+    An incomplete last line (the writer was killed, or still writes) is skipped with a warning.
 
     Raises:
         DataError: the folder has no records, or a line is not a step record.
@@ -235,12 +235,12 @@ FILE_NAME = "evaluations.jsonl"
 class Evaluation:
     """One evaluation of the ranks' common parameters."""
 
-    step: Count  # since the run began
+    step: Count  # since the run started
     epoch: Count  # number of epochs that have ended
-    samples: Count  # trained on so far, by all ranks together
+    samples: Count  # trained on so far, by all ranks
     seconds: float  # of training, without evaluations and checkpoints
     metrics: dict[str, float]
-    joules: float | None = None  # since the run began, without this evaluation; None where they were not measured
+    joules: float | None = None  # since the run started, without this evaluation; None where they were not measured
 
     # A metric may be NaN or infinite, and must be read back as such.
     __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -257,7 +257,7 @@ def append_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 
 def keep_evaluations(folder: Path, step: int) -> None:
-    """Remove the evaluations after `step`, from which the run goes on: it repeats them."""
+    """Remove the evaluations after `step`, from which the run continues: it repeats them."""
     if not (folder / FILE_NAME).exists():
         return
     earlier = [evaluation for evaluation in read_evaluations(folder) if evaluation.step <= step]

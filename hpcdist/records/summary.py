@@ -96,7 +96,7 @@ class Summary(BaseModel):
 def summarise(
     records: Mapping[int, Sequence[StepRecord]], *, stages: int = 1, workers: int = 0, **given: Any
 ) -> Summary:
-    """Summarise a run's records, together with values that the records don't have.
+    """Summarise a run's records, with values that the records don't have.
 
     A worker is a rank that computed gradients (its records count samples), or with stages a group of `stages` ranks;
     traffic is that of all ranks, servers included, divided by the workers' steps; seconds are those of an average rank

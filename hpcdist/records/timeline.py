@@ -22,7 +22,7 @@ from hpcdist.records.files import append, writing
 Function = TypeVar("Function", bound=Callable[..., Any])
 Details = dict[str, Any]
 MOST = 200_000  # events of a rank
-MOST_OF_ALL = 1_000_000  # events of all ranks together; viewers can still open so many
+MOST_OF_ALL = 1_000_000  # events of all ranks; viewers can still open so many
 CHUNK = 512  # events written at once
 THREADS = {"hpcdist-calls": "collective calls, in the background", "hpcdist-window": "serving of windows"}
 
@@ -75,7 +75,7 @@ class Timeline:
         return call  # type: ignore[return-value]
 
     def add(self, name: str, category: str, start_s: float, details: Details) -> None:
-        """Add an event of this thread that began at `start_s` and ends now."""
+        """Add an event of this thread that started at `start_s` and ends now."""
         row = self._rows.get(threading.get_ident())
         if row is None:
             name_of_thread = threading.current_thread().name
@@ -85,7 +85,7 @@ class Timeline:
             self._spill()
 
     def _row(self, name: str) -> int:
-        # Give this thread a row of its own in the timeline.
+        # Give this thread a separate row in the timeline.
         with self._writing:
             row = self._rows[threading.get_ident()] = len(self._rows)
             self._write(",\n" + _metadata(self.rank, row, "thread_name", name=name))

@@ -19,7 +19,7 @@ RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")  # variables with the address of the
 
 def register() -> None:
     """Register the backend, and a rendezvous by MPI for ranks under an MPI launcher without MASTER_ADDR."""
-    # Imported here: torch calls this function during its own import, which this module may have caused.
+    # Imported here: torch calls this function while it is imported, which this module may have caused.
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):

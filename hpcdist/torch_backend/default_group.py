@@ -61,7 +61,7 @@ def start_default_group(comm: Communicator, backend: str, interface: str = "") -
     _started = comm, dist.group.WORLD
     real: Any = comm  # an MpiCommunicator: only real ranks have a `process`
     if _END not in real.process.threads:
-        real.process.threads.insert(0, _END)  # before the watchdog, which reports calls that other ranks never make
+        real.process.threads.insert(0, _END)  # before the watchdog, which reports calls that other ranks never run
     return point
 
 

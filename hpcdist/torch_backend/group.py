@@ -53,7 +53,7 @@ BARRIER_TAG = TAG_LIMIT - 2  # tag of the monitored barrier's messages
 
 
 def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of a group: with the backend `cpu:hpcdist,cuda:nccl`, NCCL makes calls on GPU tensors."""
+    """Decorate a method of a group: with the backend `cpu:hpcdist,cuda:nccl`, NCCL runs calls on GPU tensors."""
 
     @functools.wraps(method)
     def call(group: MpiGroup, tensors: Any, *more: Any, **options: Any) -> Any:
@@ -72,8 +72,8 @@ def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
 class MpiGroup(dist.ProcessGroup):
     """Collective. A process group of torch.distributed over a communicator.
 
-    Its methods are those that torch.distributed calls, with torch's names and arguments. The calling thread makes
-    blocking calls; a thread of the group makes asynchronous calls, in their order.
+    Its methods are those that torch.distributed calls, with torch's names and arguments. The calling thread runs
+    blocking calls; a thread of the group runs asynchronous calls, in their order.
 
     Args:
         comm: the ranks, in the group's order; the group closes it.
@@ -153,7 +153,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._sequence
 
     def on_gpus(self) -> Any:
-        """Return the NCCL group for calls on GPU tensors; None if this group makes them."""
+        """Return the NCCL group for calls on GPU tensors; None if this group runs them."""
         if self._nccl is None and "cuda:nccl" in str(distributed_c10d._world.pg_backend_config.get(self, "")):
             kind, cuda, rank_size = cast(Any, dist).ProcessGroupNCCL, torch.device("cuda"), (self.rank(), self.size())
             backend = kind(dist.PrefixStore("cuda", self._store), *rank_size, kind.Options())
@@ -167,8 +167,8 @@ class MpiGroup(dist.ProcessGroup):
 
     # --- collective calls ---------------------------------------------------------------------------------------------
     def _start(self, options: Any, result: Any, call: Callable[..., Any], *args: Any, **more: Any) -> Work:
-        """Make a call, or only start it if `options` say so; `result` is what the returned work holds."""
-        with self._lock:  # several threads may make calls
+        """Run a call, or only start it if `options` say so; `result` is what the returned work holds."""
+        with self._lock:  # several threads may run calls
             self._sequence += 1
             if getattr(options, "asyncOp", True):
                 work = call(*args, async_op=True, **more)
@@ -398,7 +398,7 @@ _groups: WeakSet[MpiGroup] = WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Make calls raise in a forked process, which must not use the MPI library of its parent."""
+    """Let calls raise in a forked process, which must not use the MPI library of its parent."""
     for group in _groups:
         group.comm = group._calls = cast(Any, Closed("a process group", "in a forked process, as DataLoader workers"))
 

@@ -1,4 +1,4 @@
-"""Check that all ranks make the same collective call; otherwise raise MismatchError with their differences."""
+"""Check that all ranks call the same collective; otherwise raise MismatchError with their differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collective calls by the MPI library's own functions: across nodes, and for long copies inside one node.
+"""Collective calls by the MPI library's functions: across nodes, and for long copies inside one node.
 
 Before each call the ranks compare its fingerprint, so that a mismatch is refused before anything is overwritten. MPI
 does not specify the order of additions, and lacks some operations and dtypes: so only sums and means use the fastest
@@ -26,7 +26,7 @@ Fastest = Callable[[str], Callable[[Tensor], None]]  # maps "sum" or "mean" to t
 
 
 class AgreedCall(PreparedCall):
-    """A call by the library, made if all ranks have the same fingerprint.
+    """A call by the library, run if all ranks have the same fingerprint.
 
     Args:
         make: the call, on flat tensors.

@@ -133,7 +133,7 @@ class SlotExchange(Exchange):
     ) -> bool:
         slots, size = self.slots, self.size
         step = slots.n_bytes // local[0].itemsize // size
-        skips_copy = self.size == 2 or isinstance(consume, Copies)  # own part; else a result may overwrite it early
+        skips_copy = self.size == 2 or isinstance(consume, Copies)  # local part; else a result may overwrite it early
         for start in range(0, max(longest, 1), step):
             length = min(step, longest - start)
             buffer = slots.row_buffers(local[0].dtype, size * length)[slots.calls]

@@ -34,7 +34,7 @@ from hpcdist.comm.work import CallQueue, Work
 from hpcdist.errors import ConfigError
 
 WHOLE_BYTES = 1 << 22  # of all ranks: up to this size each rank reduces the whole tensors; of longer ones a slice
-COPIES, TRIED_BYTES = {"broadcast", "all_gather", "all_to_all"}, 1 << 22  # of all ranks: MPI's own may be faster
+COPIES, TRIED_BYTES = {"broadcast", "all_gather", "all_to_all"}, 1 << 22  # of all ranks: MPI's may be faster
 TRIALS = 3  # timings of each variant, after the first
 LONG_BYTES = 1 << 20  # per rank: sums of longer tensors use the fastest all-reduce
 
@@ -137,7 +137,7 @@ class Collectives:
 
     def _fastest(self, op: str) -> Callable[[Tensor], None]:
         """Collective. Return the fastest all-reduce, for a sum or a mean."""
-        # If a rank may die, only `native` is safe: others have communicators of their own, which no one would revoke.
+        # If a rank may die, only `native` is safe: others have separate communicators, which no one would revoke.
         reduce = self.algorithm("native" if self.comm.failures.tolerant else "auto")
         return reduce if op == "sum" else reduce.mean
 

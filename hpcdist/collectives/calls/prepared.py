@@ -1,6 +1,6 @@
 """Collective calls through slots, prepared once per shape and reused by later calls with the same shapes.
 
-A training loop makes the same calls at every step. torch takes one to three microseconds to view, copy or add a
+A training loop repeats the same calls at every step. torch takes one to three microseconds to view, copy or add a
 tensor, however short, and NumPy a third. So a prepared call works on NumPy arrays of the tensors and the slots; on
 torch tensors if NumPy can't combine the dtype. Long tensors pass in segments of a slot.
 """
@@ -151,7 +151,7 @@ class PreparedCalls:
         self.slots, self.comm, self.rank, self.size = slots, comm, slots.rank, slots.size
 
     def all_reduce(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
-        """Prepare the all-reduce of a tensor; its traffic counts as a ring's, 2n(p-1)/p bytes, like MPI's own."""
+        """Prepare the all-reduce of a tensor; its traffic counts as a ring's, 2n(p-1)/p bytes, like MPI's."""
         combine, arrays, view = _combining(operation, dtype)
 
         def whole(buffer: Rows, local: Data) -> tuple[Step, Sequence[Exchanged]]:

@@ -66,7 +66,7 @@ def for_each_rank(
         write: write copies back.
         here: this rank has such tensors; otherwise the list is empty.
         joint: concatenate the tensors of a list if they have equal lengths, so that ranks with a list and ranks with
-            one tensor make the same call.
+            one tensor run the same call.
     """
     size = comm.size
     if isinstance(tensors, Tensor):

@@ -37,7 +37,7 @@ HOPELESS = 1.9  # factor assumed for an algorithm without a timing
 LATENCY_S, BYTE_S = 2e-6, 1e-10  # of shared memory or a fast network, to compare the cost formulas
 PLAUSIBLE = 5.0  # an algorithm whose predicted cost is more than this multiple of the smallest is not measured at all
 
-# An algorithm other than the library's own, or than that of the previous size, must be faster by these factors to be
+# An algorithm other than the library's, or than that of the previous size, must be faster by these factors to be
 # chosen: so the choice follows a range of sizes instead of the noise of a single measurement.
 FOREIGN, SWITCHED = 1.15, 1.2
 LAST = 3  # weight of the last size, which represents all longer tensors
@@ -65,7 +65,7 @@ class TimingTable(BaseModel):
         """Choose one algorithm for each size, minimizing the total slowdown; each change of the algorithm costs, too.
 
         The cost of a sequence is the product of each size's slowdown over its fastest algorithm; dynamic programming
-        finds the cheapest sequence. An algorithm is never chosen where the library's own was faster.
+        finds the cheapest sequence. An algorithm is never chosen where the library's was faster.
         """
         # By the last algorithm, the cheapest sequence so far: the logarithm of its cost, and its algorithms.
         paths: dict[str, tuple[float, list[str]]] = {name: (0.0, []) for name in self.seconds}
@@ -156,7 +156,7 @@ class _Race:
         self._taken_s: dict[str, list[float]] = {}
 
     def warm_up(self, limit: float) -> None:
-        """Make the first, untimed calls, and drop slow algorithms."""
+        """Run the first, untimed calls, and drop slow algorithms."""
         first = interleaved(self._comm, self._racing, self._tensor, 1)
         calls = calls_within(CALLS_S, {name: taken_s for name, (taken_s,) in first.items()}, FIRST_CALLS)
         again = interleaved(self._comm, self._racing, self._tensor, 1, calls)
@@ -212,7 +212,7 @@ def _predicted_s(
 def predicted_ranges(comm: Communicator, latency_s: float, byte_s: float) -> list[tuple[float, str]]:
     """Return the ranges, as `TimingTable.ranges`, of the cheapest algorithm by the cost formulas.
 
-    The formulas have no noise, so the library's own all-reduce is preferred only among equals. `latency_s` and `byte_s`
+    The formulas have no noise, so the library's all-reduce is preferred only among equals. `latency_s` and `byte_s`
     are those of the links between the ranks: the latency, and the seconds per byte.
     """
     names = sorted(candidates(comm), key=lambda name: name != "native")

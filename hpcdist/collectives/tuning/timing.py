@@ -71,7 +71,7 @@ class Trial:
     Compares the lower quartile of each variant's times on the slowest rank; so all ranks choose the same variant.
 
     Args:
-        comm: the ranks, which make the same calls in the same order.
+        comm: the ranks, which run the same calls in the same order.
         variants: number of variants.
         rounds: timings of each variant that count.
         warm_up: timings of each variant before these.

@@ -1,4 +1,4 @@
-"""All-reduce by other libraries (Horovod, torch.distributed), with the `Work` handles of hpcdist's own calls."""
+"""All-reduce by other libraries (Horovod, torch.distributed), with the `Work` handles of hpcdist's calls."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from hpcdist.errors import CommunicationError, ConfigError
 
 BUILD = "Run `hpcdist horovod build`."
 CYCLE_TIME, FUSION = "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"
-FUSION_BYTES = 128 << 20  # Horovod's own default
+FUSION_BYTES = 128 << 20  # Horovod's default
 
 
 def obstacle() -> str:
@@ -44,7 +44,7 @@ def obstacle() -> str:
 
 
 def load() -> Any:
-    """Import the module horovod.torch; raise ConfigError if it can't be used together with mpi4py."""
+    """Import the module horovod.torch; raise ConfigError if it can't be used with mpi4py."""
     if reason := obstacle():
         raise ConfigError(f"Horovod must be built for this environment's torch and MPI; got none: {reason}")
     import horovod.torch as module
@@ -56,7 +56,7 @@ def load() -> Any:
 
 
 def require_one_mpi(libraries: list[Path]) -> None:
-    """Check that a process has loaded only one MPI library: each would have its own world. Else CommunicationError."""
+    """Check that a process has loaded only one MPI library: each would have another world. Else CommunicationError."""
     if len({path.resolve() for path in libraries}) > 1:
         raise CommunicationError(
             f"mpi4py and Horovod must use one MPI library; got {' and '.join(map(str, libraries))}. {BUILD}"
@@ -214,7 +214,7 @@ class Horovod(OtherLibrary):
     a sum takes at least one cycle, however short it is.
 
     The first object starts Horovod on the ranks of `comm`; closing the last one shuts it down. While it runs, further
-    objects must use a subset of these ranks, and all of these ranks must create one at the same time, each for its own
+    objects must use a subset of these ranks, and all of these ranks must create one at the same time, each for its
     group: a process set.
 
     Args:
@@ -255,7 +255,7 @@ class Horovod(OtherLibrary):
                 f"Adasum must run on all ranks that Horovod runs on, {self._running.comm.size}; got {comm.size} of "
                 "them. Use op = 'average' for groups."
             )
-        self._prefix = f"hpcdist {self._running.n_created}"  # the same on all ranks: they create objects together
+        self._prefix = f"hpcdist {self._running.n_created}"  # the same on all ranks: they create objects in step
         hvd = self._hvd = self._running.hvd
         self._op = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}[op]
         self._half = compression == "fp16"

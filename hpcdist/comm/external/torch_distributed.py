@@ -66,7 +66,7 @@ class ProcessGroup(OtherLibrary):
                 )
 
     def _gloo(self, point: Rendezvous) -> Any:
-        options: Any = vars(dist.ProcessGroupGloo)["_Options"]()  # torch's types leave it out
+        options: Any = vars(dist.ProcessGroupGloo)["_Options"]()  # torch's types omit it
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=point.address)]
         options._timeout = self._timeout
         return dist.ProcessGroupGloo(point.store, self.comm.rank, self.comm.size, options)

@@ -72,7 +72,7 @@ class Call:
         since: start time.
         deadline_s: infinite if the call itself checks the deadline.
         by: for a wait for a change in memory, the ranks that can cause it; empty: unknown. For a call of ALL_RANKS, the
-            ranks that must make it; empty: all ranks of the communicator.
+            ranks that must call it; empty: all ranks of the communicator.
         ready: for a wait for a change in memory, whether it has happened.
     """
 
@@ -93,7 +93,7 @@ class RankLocation(NamedTuple):
 
 
 class Calls:
-    """Makes the MPI calls of one communicator, and records the call that this rank is blocked in.
+    """Runs the MPI calls of one communicator, and records the call that this rank is blocked in.
 
     Args:
         failures: the communicator's ranks, and its deadline.
@@ -130,7 +130,7 @@ class Calls:
             self.current = outer
 
     def communicate(self, what: str, peer: int, function: Callable, *args: Any) -> None:
-        """Make an MPI call that moves data; count its time as communicating."""
+        """Run an MPI call that moves data; count its time as communicating."""
         start = clock()
         outer, self.current = self.current, Call(what, peer, start, self.failures.deadline_s)
         try:
@@ -142,7 +142,7 @@ class Calls:
             self.traffic.communicating_s += clock() - start
 
     def attempt(self, what: str, peer: int, function: Callable, *args: Any) -> Any:
-        """Make a non-blocking MPI call; return its result."""
+        """Start a non-blocking MPI call; return its result."""
         try:
             return function(*args)
         except MPI.Exception as error:

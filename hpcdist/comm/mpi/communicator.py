@@ -154,7 +154,7 @@ class MpiCommunicator(Communicator):
 
     # --- collective -----------------------------------------------------------------------------------------------
     def allreduce(self, tensor: Tensor) -> None:
-        """Collective. Sum `tensor` over all ranks in place, by MPI's own all-reduce.
+        """Collective. Sum `tensor` over all ranks in place, by MPI's all-reduce.
 
         MPI has no 16-bit floats: these are summed in float32 and rounded once. Integers wrap around. Bytes are counted
         as those of a ring, 2n(p-1)/p, the minimum of all algorithms for large n; MPI does not report what it sent.

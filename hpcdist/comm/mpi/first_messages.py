@@ -29,7 +29,7 @@ class FirstMessages:
     def exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
         """Collective. Exchange texts among `members` through rank 0; return those that arrive in time, by rank.
 
-        Rank 0 waits for `limit_s`. A rank to which rank 0 does not reply returns only its own text.
+        Rank 0 waits for `limit_s`. A rank to which rank 0 does not reply returns only its text.
         """
         world, until, status = MPI.COMM_WORLD, time.monotonic() + limit_s, MPI.Status()
         texts = {self.rank: text}

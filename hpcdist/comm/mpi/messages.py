@@ -74,7 +74,7 @@ class Staging:
 
     Args:
         device_aware: True if MPI itself reads and writes device memory; then nothing is staged. Off unless the
-            user asks for it: sites warn that device-aware MPI together with NCCL can deadlock.
+            user asks for it: sites warn that device-aware MPI with NCCL can deadlock.
         longest: as for `message`.
     """
 

@@ -2,9 +2,9 @@
 
 `LockedMemory` is MPI's shared memory. MPI does not specify which rank executes an atomic operation on a shared window.
 MPICH 4.0 sends it to the owner, which executes it in its next MPI call: after 2 ms if the owner waits, later if it
-computes. All ranks of the node map the memory, so here each rank executes its own operations, holding a lock that is
+computes. All ranks of the node map the memory, so here each rank executes its operations itself, holding a lock that is
 stored in the owner's memory. A rank that waits for a change of its memory sleeps on a semaphore stored there; the rank
-that makes the change wakes it.
+that changes it wakes it.
 
 `MemfdMemory` needs no MPI: it is used if the job tolerates deaths (Open MPI warns at every start that its windows are
 not tested with deaths), and for tensors that ranks sum in place. It is a file without a name (memfd) of each rank,

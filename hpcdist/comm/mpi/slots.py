@@ -2,7 +2,7 @@
 
 A call only reads and writes memory: no system call, and no lock. Each rank has a header in shared memory: its number of
 calls, and the fingerprint of its call, in a cache line that only this rank writes and all others read. A rank that has
-to wait first spins, if each rank has a core of its own; then yields its core; and finally sleeps until a rank that
+to wait first spins, if each rank has a separate core; then yields its core; and finally sleeps until a rank that
 arrives wakes it.
 
 On x86 other cores see writes in program order. On processors that may reorder them (ARM, POWER), a lock that is
@@ -88,7 +88,7 @@ class NodeSlots(Slots):
 
     # --- waiting --------------------------------------------------------------------------------------------------
     def _wait(self, now: int) -> None:
-        """Sleep until all ranks have made this call."""
+        """Sleep until all ranks have called this."""
         comm = self._comm
 
         def ready() -> bool:

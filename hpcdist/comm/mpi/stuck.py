@@ -6,7 +6,7 @@ no further call; and if it is blocked in a call that in turn needs the first ran
 depends on time: a correct program is never reported, however slow its ranks are.
 
 A receive waits forever if its source has ended or waits forever, and has no send in flight. A wait for a change in
-memory lasts forever if this holds for all ranks that could make the change.
+memory lasts forever if this holds for all ranks that could change it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def transitively_awaited(ranks: Collection[int], states: Mapping[int, RankState]
 
 
 def _missing(rank: int, states: Mapping[int, RankState], never: Collection[int]) -> list[int]:
-    """Return the ranks of `never`, which make no further calls, that `rank` waits for."""
+    """Return the ranks of `never`, which call nothing further, that `rank` waits for."""
     missing: set[int] = set()
     for wait in states[rank].waits:
         if wait.ranks is None:

@@ -248,7 +248,7 @@ class TcpServer:
             self._limit_unproven()
 
     def _limit_unproven(self) -> None:
-        """Close the oldest connections without proof if there are too many; the pauses make a flood cheap."""
+        """Close the oldest connections without proof if there are too many; the pauses keep a flood cheap."""
         for thread, since in list(self._unproven.items())[: -network.UNPROVEN]:
             time.sleep(max(0.0, since + network.PAUSE_S - time.monotonic()))
             connection = self._serving.get(thread)

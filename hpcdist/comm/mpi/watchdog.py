@@ -1,7 +1,7 @@
 """The watchdog: ends a job that hangs, and reports which rank is missing, in which call, at which line.
 
 A thread of every rank regularly checks the calls that its communicators are blocked in. Past the deadline it queries
-all other ranks' watchdogs. These reply from their own threads, so a rank that computes forever, sleeps or reads a slow
+all other ranks' watchdogs. These reply from separate threads, so a rank that computes forever, sleeps or reads a slow
 disk is reported with its current line; a rank that does not reply has ended or can't be reached.
 
 A rank that is blocked for a moment, or whose script has ended, reports its state to rank 0's watchdog. If the reports

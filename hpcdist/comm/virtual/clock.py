@@ -216,7 +216,7 @@ class VirtualClock:
     def poll(self, me: VirtualRank, key: Hashable, awaits: str, until_s: float = math.inf) -> None:
         """Record a non-blocking call without a result, so that time passes for a rank that polls in a loop.
 
-        If the rank makes the same call again and no other in between, it blocks until the next effect of any rank, at
+        If the rank repeats the call, with no other in between, it blocks until the next effect of any rank, at
         most until `until_s`; without a further effect that is a deadlock.
         """
         if me.polled_s != self.now_s:
@@ -302,7 +302,7 @@ class VirtualClock:
                 at_s = rank.timer_s = math.inf if rank.awaits is None else rank.expires_s
 
     def _check_watched_memory(self, me: VirtualRank) -> None:
-        # Wake ranks that wait for a change of this rank's memory, which its own code changes without a call
+        # Wake ranks that wait for a change of this rank's memory, which its code changes without a call
         for memory in tuple(me.watched):
             memory.check_all()
 

@@ -1,7 +1,7 @@
 """Collective calls of virtual ranks: how ranks synchronize, and the formulas for the time of each call.
 
 p ranks, latency a, bandwidth b, n bytes, lg = log2 rounded up. Times count from the last rank's arrival, and all ranks
-return at the same time. These calls model the MPI library's own: they don't queue at the links, and their traffic is
+return at the same time. These calls model the MPI library's: they don't queue at the links, and their traffic is
 counted by the formulas.
 
 =========  =====================================  ==========================================

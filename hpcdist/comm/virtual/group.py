@@ -68,7 +68,7 @@ class Member:
 
     @property
     def me(self) -> VirtualRank:
-        """The rank's thread that makes the current call."""
+        """The rank's thread that runs the current call."""
         return self.clock.running(self.group.members[self.rank])
 
     def enter(self, *, polling: bool = False) -> None:

@@ -8,7 +8,7 @@ A transfer of n bytes from one rank to another at time t::
 
 Cut-through: the first byte is forwarded immediately, so an uncontended transfer takes exactly latency + n / bandwidth.
 Transfers queue at a link in the order of arrival. The ranks of a node share its outgoing and its incoming link to other
-nodes (one rank per node unless `ranks_per_node` is set); inside a node each rank has its own pair of links. A message
+nodes (one rank per node unless `ranks_per_node` is set); inside a node each rank has one pair of links. A message
 of a rank to itself takes no time.
 """
 

@@ -1,4 +1,4 @@
-"""The call queue of a virtual rank: its thread makes calls while the rank computes, both on the virtual clock."""
+"""The call queue of a virtual rank: its thread runs calls while the rank computes, both on the virtual clock."""
 
 from __future__ import annotations
 

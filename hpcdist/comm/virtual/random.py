@@ -1,4 +1,4 @@
-"""Random state of the virtual cluster: every virtual rank has its own, as a process would.
+"""Random state of the virtual cluster: every virtual rank has a separate one, as a process would.
 
 That is torch's default generator (CPU), numpy's legacy generator and Python's `random`. They are swapped whenever
 another rank continues. `random.getstate()` takes 9 µs and numpy's 35, so they are called only if the memory of the
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-_get_bit_generator: Any = vars(np.random)["get_bit_generator"]  # numpy's types leave them out
+_get_bit_generator: Any = vars(np.random)["get_bit_generator"]  # numpy's types omit them
 _set_bit_generator: Any = vars(np.random)["set_bit_generator"]
-_NUMPY_BYTES = 2500  # a Mersenne twister in memory: 624 words and a position
+_NUMPY_BYTES = 2500  # a Mersenne twister in memory: 624 uint32 and a position
 _python: Any = vars(random)["_inst"]  # whose methods are the functions of `random`
 _PYTHON_ADDRESS = id(_python) + object.__basicsize__
 _PYTHON_BYTES = _random.Random.__basicsize__ - object.__basicsize__

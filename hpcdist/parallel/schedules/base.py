@@ -41,7 +41,7 @@ class Operation(NamedTuple):
 
 
 Table: TypeAlias = list[list[Operation]]  # a list for each rank, in the order of execution
-ORDERS = {"F": "forward", "BI": "gradients of inputs", "BW": "gradients of weights"}  # by the kinds that make them
+ORDERS = {"F": "forward", "BI": "gradients of inputs", "BW": "gradients of weights"}  # by the kinds that compute them
 LETTERS = "abcdefghijklmnopqrstuvwxyz"  # of a rank's stages in a drawing
 
 

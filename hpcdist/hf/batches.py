@@ -94,7 +94,7 @@ class TrainingBatches:
 
 
 class UpdateBatches(list[Any]):
-    """The batches whose gradients make one update. Iterating announces each, with its weight, to the model.
+    """The batches whose gradients form one update. Iterating announces each, with its weight, to the model.
 
     Attributes:
         reported: the weight of the current batch's loss in logs.

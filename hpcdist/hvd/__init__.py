@@ -1,6 +1,6 @@
 """Horovod's interface for PyTorch, on hpcdist's collective calls: `import hpcdist.hvd as hvd`.
 
-Calls are matched by tensor names, so that ranks may make them in different orders. Horovod need not be installed.
+Calls are matched by tensor names, so that ranks may submit them in different orders. Horovod need not be installed.
 """
 
 from hpcdist.hvd import elastic

@@ -42,7 +42,7 @@ def install_modules() -> None:
     """Register hpcdist's modules under the names of Horovod's, for `import horovod.torch`."""
     for name in ("horovod", "horovod.common"):
         package = sys.modules[name] = ModuleType(name, f"{name}, implemented by hpcdist.")
-        package.__path__ = []  # makes it a package, from which Python imports submodules
+        package.__path__ = []  # so it is a package, from which Python imports submodules
     for name, replacement in NAMES.items():
         module = sys.modules[name] = importlib.import_module(replacement)
         parent, _, attribute = name.rpartition(".")

@@ -1,6 +1,6 @@
 """Collective calls matched by name: a call runs when all ranks have submitted it, in any order.
 
-Ranks with pending requests exchange numbers that identify them; then all make the calls that every rank has submitted,
+Ranks with pending requests exchange numbers that identify them; then all run the calls that every rank has submitted,
 in the order of the first rank. A rank without pending requests does not take part in the exchange: no call could start.
 Ranks that have joined take part in all calls, with zeros.
 Reference: Alexander Sergeev, Mike Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018.
@@ -133,7 +133,7 @@ class Matcher:
 
     Args:
         comm: closed at the end.
-        gather_s: cycle time: requests that nobody waits for are collected for this time, and made together.
+        gather_s: cycle time: requests that nobody waits for are collected for this time, and run jointly.
     """
 
     def __init__(self, comm: Communicator, gather_s: float):
@@ -177,7 +177,7 @@ class Matcher:
         return request
 
     def wait(self, request: NamedCall) -> Any:
-        """Wait for a request's result; make calls in the meantime."""
+        """Wait for a request's result; run calls in the meantime."""
         pause_s = SHORTEST_S
         with self._lock:
             self._waiting, self._work.waited = self._waiting + 1, True
@@ -275,7 +275,7 @@ class Matcher:
         self._all = torch.zeros(self.comm.size, HEADER + FIELDS * count, dtype=torch.int64)
 
     def _round(self, pending: Sequence[NamedCall]) -> bool:
-        """Collective. Exchange requests once, and make the calls that all ranks have submitted; see `_advance`.
+        """Collective. Exchange requests once, and run the calls that all ranks have submitted; see `_advance`.
 
         Names and properties are represented by digests, so that ranks exchange tensors of int64. `joined_ns` has for
         each rank the time of its `join`, 0 if it has not called it; `properties_of` has by rank the properties by name.
@@ -408,7 +408,7 @@ class Matcher:
         self._end([request])
 
     def _run_calls(self, requests: Sequence[NamedCall]) -> None:
-        """Collective. Make calls in this order, fused where possible; an error ends only its own requests."""
+        """Collective. Run calls in this order, fused where possible; an error ends only its own requests."""
         for key, group in _grouped_by_fusion(requests):
             first = group[0]
             if self.watcher is not None:

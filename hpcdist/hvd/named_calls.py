@@ -1,4 +1,4 @@
-"""The named calls: their properties, and how each is made."""
+"""The named calls: their properties, and how each is run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpcdist.hvd.matching import KNOWN, STANDINS, NamedCall
 
 Average, Sum, Adasum, Min, Max, Product = "Average", "Sum", "Adasum", "Min", "Max", "Product"
 OPERATIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
-FUSED_BYTES = 1 << 20  # tensors up to this size are sent together with others
+FUSED_BYTES = 1 << 20  # tensors up to this size are sent in one message with others
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:

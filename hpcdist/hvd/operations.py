@@ -134,7 +134,7 @@ def grouped_allreduce_async_(
 def compressed_allreduce_async_(
     tensors: Sequence[Tensor], name: str, op: str, compression: Compressed, process_set: ProcessSet
 ) -> int:
-    """Start to sum or average several tensors in place, compressed together; return a handle."""
+    """Start to sum or average several tensors in place, compressed jointly; return a handle."""
     return _start(lambda _: tensors, process_set, name, CompressedAllreduce, _detached(tensors), op, compression)
 
 
@@ -436,7 +436,7 @@ def join(device: int = -1) -> int:
     del device  # where Horovod allocates the zeros
     ranks, matcher = global_process_set, matcher_of(global_process_set)
     last = matcher.wait(matcher.submit(Join()))
-    ranks.joins, ranks.unnamed = ranks.joins + 1, Counter()  # ranks may have made different numbers of calls
+    ranks.joins, ranks.unnamed = ranks.joins + 1, Counter()  # ranks may have run different numbers of calls
     return last
 
 

@@ -241,8 +241,8 @@ def DistributedOptimizer(
         op: Average, Sum, or Adasum, with which each rank takes a local step, and the changes are combined.
         gradient_predivide_factor: with Average: factor by which gradients are divided before the sum, not after.
         compression: one of `Compression`; `Compression.by("topk", ratio=0.01)` uses one of hpcdist's compressors, for
-            all gradients together, or those of a group.
-        groups: lists of parameters whose gradients are sent together; or the number of such lists.
+            all gradients jointly, or those of a group.
+        groups: lists of parameters whose gradients are sent jointly; or the number of such lists.
 
     Raises:
         ValueError: names are missing, or occur twice, or options don't fit each other.
@@ -268,7 +268,7 @@ def DistributedOptimizer(
 
 
 def _check_compressed(groups: Any, op: str, predivide: float, params: Sequence[Tensor]) -> Any:
-    """Return the groups in which gradients are compressed together: by default a single one."""
+    """Return the groups in which gradients are compressed jointly: by default a single one."""
     if op not in (Average, Sum) or predivide != 1.0:
         raise ValueError(
             "op must be Average or Sum, without gradient_predivide_factor, if one of hpcdist's compressors compresses "

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ProcessSet:
-    """A group of ranks that makes its own collective calls; `ranks` are their numbers, or an MPI communicator."""
+    """A group of ranks with separate collective calls; `ranks` are their numbers, or an MPI communicator."""
 
     process_set_id: int | None = None
 

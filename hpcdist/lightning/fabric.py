@@ -33,7 +33,7 @@ class HpcdistFabricStrategy(CollectivesMixin, ParallelStrategy):
 
     Args:
         strategy: a name of `hpcdist.strategies.available()`, or `path/to/file.py:Class`.
-        clip_norm: see DistributedOptimizer. `fabric.clip_gradients` works if each worker makes its updates.
+        clip_norm: see DistributedOptimizer. `fabric.clip_gradients` works if each worker runs its updates.
         options: of the strategy.
 
     Raises:

@@ -44,7 +44,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
 
     Args:
         strategy: a name of `hpcdist.strategies.available()`, or `path/to/file.py:Class`.
-        clip_norm: see DistributedOptimizer. The Trainer's `gradient_clip_val` works too: if servers make the updates,
+        clip_norm: see DistributedOptimizer. The Trainer's `gradient_clip_val` works too: if servers run the updates,
             it is used as `clip_norm`.
         options: of the strategy.
 

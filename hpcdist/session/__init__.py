@@ -1,4 +1,4 @@
-"""Train in the user's own loop, with Horovod's nouns::
+"""Train in the user's loop, with Horovod's nouns::
 
 hd.init()
 optimizer = hd.DistributedOptimizer(optimizer, model, strategy="gossip_pull")

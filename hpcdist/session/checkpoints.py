@@ -24,7 +24,7 @@ class _Objects:
     """The objects passed to `save` or `load`, by name.
 
     Attributes:
-        trained: the distributed optimisers; each is saved together with its model.
+        trained: the distributed optimisers; each is saved with its model.
         others: the other objects, without the models of `trained`.
     """
 
@@ -56,7 +56,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, background
 
     A DistributedOptimizer is saved with its model and its strategy's state. Other objects (schedules, GradScalers,
     other modules, sharded loaders) are saved by their `state_dict()`, plain values as they are. The random generators
-    of Python, NumPy and torch are saved too. Every rank writes its own files; the checkpoint becomes visible when it is
+    of Python, NumPy and torch are saved too. Every rank writes its files; the checkpoint becomes visible when it is
     complete.
 
     Example:

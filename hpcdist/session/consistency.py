@@ -103,7 +103,7 @@ def require_same_state(optimizer: Any, comm: Communicator, strategy: Any, loads:
 
 
 def follow_servers(optimizer: Any, where: str) -> None:
-    """Copy to this rank's model what servers have changed outside of an epoch. Collective if servers make the updates.
+    """Copy to this rank's model what servers have changed outside of an epoch. Collective if servers run the updates.
 
     Raises MismatchError if a rank is at another point of the loop than `where`.
     """
@@ -140,7 +140,7 @@ def _gathered(optimizer: Any, where: str, value: Any) -> dict[int, Any]:
     Workers must have trained in the same mode. Workers of asynchronous strategies compare their first batches here.
 
     Args:
-        where: this rank's point, in words for the message, such as "at an evaluation".
+        where: this rank's point, as text for the message, such as "at an evaluation".
     """
     strategy: Strategy = optimizer.strategy
     comm, attachment = strategy.comm, optimizer.attachment

@@ -26,7 +26,7 @@ GROWTH = 4  # the number of steps between exchanges grows at most by this factor
 
 
 class Leaving:
-    """Decide on all ranks together when to save and leave. Collective, as are `agree`, `step_done` and `due`.
+    """Decide jointly on all ranks when to save and leave. Collective, as are `agree`, `step_done` and `due`.
 
     Inside `with Leaving(comm) as leaving:` signals are recorded, and have no other effect. About every `every_s`
     seconds the workers exchange the signals that any of them received, in one small message.

@@ -15,7 +15,7 @@ from hpcdist.session.world import current
 def guarded_methods(cls: type, usual: type) -> dict[str, Callable[..., Any]]:
     """Return guards, by name, for the methods that torch's optimisers lack, such as schedulefree's `eval`.
 
-    If servers make the updates, a call is collective, and copies the servers' parameters to every rank's model.
+    If servers run the updates, a call is collective, and copies the servers' parameters to every rank's model.
 
     Args:
         cls: the class of the optimiser.

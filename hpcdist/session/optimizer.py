@@ -216,7 +216,7 @@ class _Distributed:
     def synchronize(self) -> None:
         """Average now the gradients that are not averaged yet. Collective where ranks average gradients.
 
-        Raises ConfigError where servers make the updates from the gradients of several workers.
+        Raises ConfigError where servers compute the updates from the gradients of several workers.
         """
         rules.refuse("synchronize() is called", self.strategy)
         self.strategy.synchronize()
@@ -308,7 +308,7 @@ def DistributedOptimizer(
     identical_batches: Literal["warn", "allow"] = "warn",
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Collective. Make `optimizer` train `model` on all ranks by a strategy; change it in place and return it.
+    """Collective. Let `optimizer` train `model` on all ranks by a strategy; change it in place and return it.
 
     The model must be on its device. Its parameters move into flat memory and get rank 0's values. Further parameters of
     the optimiser, such as a loss function's, are trained too. Several optimisers may each train a part of one model.

@@ -46,7 +46,7 @@ def pipeline(
     """Collective. Divide `model` into stages, one for each of `stages` consecutive ranks; return this rank's stage.
 
     `stages` ranks hold one replica of the model; the ranks form a grid of stages and replicas. From then on,
-    DistributedOptimizers train the replicas of each stage together, and `shard` gives all ranks of a replica the same
+    DistributedOptimizers train the replicas of each stage jointly, and `shard` gives all ranks of a replica the same
     batches. Train by `model.step(x, y)`, or by `model.forward_backward(x, y)`, perhaps several times,
     `model.clip_grad_norm_(max_norm)`, and the optimisers' `step`.
 
@@ -177,7 +177,7 @@ def share_tied(model: nn.Module) -> None:
 def device_mesh(
     *sizes: int, names: Sequence[str] | None = None, device_type: str = "cpu", spread: bool = False
 ) -> DeviceMesh:
-    """Collective. Let consecutive ranks hold one model together; return torch's DeviceMesh of this rank's replica.
+    """Collective. Let consecutive ranks jointly hold one model; return torch's DeviceMesh of this rank's replica.
 
     Shard the model over the mesh (`fully_shard(model, mesh=mesh)`, or `parallelize_module(model, mesh, plan)`), then
     call `local_shards`. torch.distributed's world is the replica. From then on, DistributedOptimizers train each rank's

@@ -356,7 +356,7 @@ class LoopRun:
 
         Args:
             params: this rank's part of the trained model.
-            stages: number of ranks that hold one model together.
+            stages: number of ranks that jointly hold one model.
         """
         comm = self._comm
         self._write_early(self.strategy.steps)  # if no step was taken

@@ -77,7 +77,7 @@ class Session:
 
     @property
     def stages(self) -> int:
-        """Return the number of ranks that together hold one model."""
+        """Return the number of ranks that jointly hold one model."""
         return 1 if self.grid is None else self.grid.stages
 
     def ranks_of(self, replicas: Iterable[int]) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ def init(
         timeline: file, in a folder that all ranks can write to, for a trace of all ranks' computation, communication
             and waits, like Horovod's HOROVOD_TIMELINE. It is written at exit; open it at https://ui.perfetto.dev.
         torch_distributed: backend of torch.distributed's default process group, created on several real ranks unless
-            the script has created one. True: hpcdist (with NCCL if each rank has its own GPU; Gloo if ranks may fail,
+            the script has created one. True: hpcdist (NCCL if each rank has a separate GPU; Gloo if ranks may fail,
             or MPI lacks THREAD_MULTIPLE); "gloo"; "nccl"; False: no group. RANK, WORLD_SIZE, MASTER_ADDR and similar
             variables are set too, for libraries such as torchmetrics and Accelerate. Only the first call counts.
         bind: bind each rank of a node to an equal share of its cores, if no rank is bound yet, none sees a GPU, and
@@ -190,8 +190,7 @@ def init(
 
     Raises:
         ConfigError: the run in the folder `run` has ended, or belongs to another script; gpu_aware_mpi without a CUDA
-            device or a CUDA-aware MPI; torch_distributed has another value, or is nccl and a rank has no GPU of its
-            own.
+            device or a CUDA-aware MPI; torch_distributed has another value, or is nccl and a rank has no separate GPU.
         WorldError: the launcher started more ranks than MPI found, or more than one without MPI.
         MismatchError: ranks differ in versions or source files of hpcdist, torch, Python or plug-ins, or in settings.
     """
@@ -398,7 +397,7 @@ def is_main() -> bool:
     """Return whether this rank writes logs, prints and saves the trained model for all ranks.
 
     It is the first worker, because server ranks don't run the loop's body. Before a DistributedOptimizer it is rank 0;
-    a strategy that makes rank 0 a server is then refused, because two ranks would have been the main one.
+    a strategy that uses rank 0 as a server is then refused, because two ranks would have been the main one.
 
     Example:
         >>> hd.is_main()  # on rank 0

@@ -2,7 +2,7 @@
 
 Ranks of one part are active, ranks of the other passive. A passive rank's parameters are in its window, and change by
 additions only. An active rank locks the passive rank while it averages: it reads xⱼ, adds (xᵢ − xⱼ)/2 there, and
-subtracts the same from its own parameters. The passive rank adds its optimiser's change without a lock: additions are
+subtracts the same from its parameters. The passive rank adds its optimiser's change without a lock: additions are
 atomic for each element, so an element is averaged either before or after the change, and no change is lost.
 """
 
@@ -129,7 +129,7 @@ class ADPSGD(Strategy):
         rank = self.comm.rank
         for window, before, local in zip(self._shared, self._before, self.model.params, strict=True):
             if not window.change(_merge_change, rank, local, before):
-                window.accumulate(torch.sub(local, before, out=before), rank)  # the loop's own changes, too
+                window.accumulate(torch.sub(local, before, out=before), rank)  # the loop's changes, too
                 window.get(local, rank)
                 before.copy_(local)
         self._free_from_the_dead()

@@ -233,7 +233,7 @@ class AllReduce(Strategy):
         # False where backward passes have ignored non-finite gradients, and a GradScaler now asks to skip the update.
         was_checked = self.config.on_nonfinite != "ignore" or self.gradients.ignores_nonfinite
         if self.gradients.changed or not was_checked:
-            # The loop may have fixed gradients, or made them non-finite, equally on all ranks.
+            # The loop may have fixed gradients, or set them to non-finite values, equally on all ranks.
             local_bad = self._by_rank(self.gradients.nonfinite(again=True))
             bad = local_bad and (bad or local_bad)
         if self.stages is not None and not self.gradients.ignores_nonfinite:
@@ -255,7 +255,7 @@ class AllReduce(Strategy):
         a step can't be skipped in the middle. Each evaluation sends the messages of a step.
 
         Args:
-            solve: the optimiser's own step; receives the closure to evaluate.
+            solve: the optimiser's step; receives the closure to evaluate.
             closure: zeroes the gradients, runs this rank's backward pass and returns its loss.
 
         Returns:

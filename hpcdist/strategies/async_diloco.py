@@ -89,7 +89,7 @@ class AsyncDiLoCo(ServerStrategy):
             return self
 
         def optimizer_ranks(self, size: int) -> tuple[int, ...]:
-            return ()  # every worker has its own optimiser, and the servers a momentum
+            return ()  # every worker has a local optimiser, and the servers a momentum
 
         def narrow(self, contract: Contract, size: int) -> Contract:
             return replace(super().narrow(contract, size), parameters="kept" if size == 1 else "replaced")

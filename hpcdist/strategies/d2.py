@@ -25,7 +25,7 @@ class D2(Strategy):
     """Train by D², synchronously: x ← W(x + u + c), where c is the change by the last average.
 
     Here u is the local optimiser's step at x, and c = xₜ − (xₜ₋₁ + uₜ₋₁). With SGD this is the published rule, W(2xₜ −
-    xₜ₋₁ − η(gₜ − gₜ₋₁)). In `dpsgd` each rank is pulled to the optimum of its own data, and ranks with different data
+    xₜ₋₁ − η(gₜ − gₜ₋₁)). In `dpsgd` each rank is pulled to the optimum of its data, and ranks with different data
     do not agree; here this pull cancels between two steps, and all ranks converge to the optimum of all data. When the
     learning rate changes, c is multiplied by ηₜ/ηₜ₋₁; after a rate of 0 it restarts from 0. The mean of all x follows
     the mean of the steps u, to rounding. Any local optimiser works; the paper uses SGD.

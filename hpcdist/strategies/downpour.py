@@ -84,7 +84,7 @@ class Downpour(ServerStrategy):
     by its initial one (`initial_lr`, or the schedule's `max_lr`); the job's optimiser gets the worker's
     hyper-parameters. Gradients are clipped before they are added to the sum.
 
-    Only the first worker makes the first `warm_start` pushes: each other worker drops its first gradient and starts
+    Only the first worker sends the first `warm_start` pushes: each other worker drops its first gradient and starts
     from the parameters after the warm start. The end of an epoch or a checkpoint ends the warm start early. Gradients
     in a worker's sum at the end of an epoch stay for the next epoch.
 
@@ -219,7 +219,7 @@ class _Server(Server):
         config = strategy.config
         super().__init__(strategy, strategy.replica, config.learner_deadline_s)
         self._warm_start = warm_start
-        self._rule: ShardAdagrad | Aggregate  # the latter for the job's own optimiser
+        self._rule: ShardAdagrad | Aggregate  # the latter for the job's optimiser
         if config.server_rule == "optimizer":
             self._rule = Aggregate(self.model, self.placement.shard, apart=False)
         else:

@@ -30,7 +30,7 @@ from hpcdist.topology import Topology, make_topology
 class DPSGD(Strategy):
     """Train by decentralised parallel SGD, synchronously: xᵢ ← Σⱼ Wᵢⱼ xⱼ − η g(xᵢ), with the neighbours j of rank i.
 
-    The gradient is computed at the rank's own x, before averaging. So x is sent before the backward pass, and the
+    The gradient is computed at the rank's local x, before averaging. So x is sent before the backward pass, and the
     neighbours' parameters arrive while the rank computes: a step takes the longer of the two times. The optimiser then
     steps from Wx, also with its weight decay. W is symmetric and doubly stochastic, so the mean of all x follows the
     mean of the updates, to rounding; the distance from the mean shrinks at a rate given by the topology's spectral gap.

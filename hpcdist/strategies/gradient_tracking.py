@@ -24,7 +24,7 @@ class GradientTracking(Strategy):
 
     In every step the sum of all y equals the sum of all gradients, so y approaches the mean gradient while x changes
     slowly, and ranks with different data agree on the optimum of all data; in `dpsgd` a rank is pulled to the optimum
-    of its own data. The local optimiser, which may have momentum, steps along y in place of the clipped gradient. With
+    of its data. The local optimiser, which may have momentum, steps along y in place of the clipped gradient. With
     `order` = after ranks step first and then average, x ← W(x − ηy); on a complete graph this is synchronous SGD. The
     mean of all x follows the mean of the steps, to rounding.
 

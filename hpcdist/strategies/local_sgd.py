@@ -28,7 +28,7 @@ class LocalSGD(Periodic):
 
     Post-local SGD: H = 1 in the first `warmup_steps`, then larger. Hierarchical: the ranks of each node average every
     `node_period` steps, all ranks every `period`. With `average_optimizer_state` the optimiser's momentum (and Adam's
-    mean squares, but not its step count) is averaged with the parameters; otherwise each rank keeps its own state.
+    mean squares, but not its step count) is averaged with the parameters; otherwise each rank keeps its local state.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "local_sgd", period=16)
@@ -64,7 +64,7 @@ class LocalSGD(Periodic):
 
         @model_validator(mode="after")
         def _no_overlapped_state(self) -> Self:
-            # A mean merged one step late, v + (mean − v one step ago), may make a mean square negative.
+            # A mean merged one step late, v + (mean − v one step ago), may yield a negative mean square.
             if self.overlap and self.average_optimizer_state:
                 raise ValueError(
                     "strategy.average_optimizer_state must be false where strategy.overlap is true, which takes a mean "

@@ -21,7 +21,7 @@ from hpcdist.topology import make_topology
 class NoLoCo(Strategy):
     """Run the local, inner optimiser; every H = `period` steps average within a random group of ranks.
 
-    Each rank has its own outer parameters xᵢ and momentum vᵢ. The groups are sampled from (seed, exchange), equally on
+    Each rank has local outer parameters xᵢ and momentum vᵢ. The groups are sampled from (seed, exchange), equally on
     all ranks; in each group vᵢ ← a·vᵢ + ν·mean(θⱼ − xⱼ) + γ·(mean(xⱼ) − xᵢ), xᵢ ← xᵢ + vᵢ, and rank i continues from
     θᵢ = xᵢ; a is `outer_momentum`, ν `outer_lr`, and γ is `pull`, which reduces the distance between ranks. The means
     over all ranks follow the rule of `diloco` with heavy-ball momentum, whatever the groups. With a single group all x

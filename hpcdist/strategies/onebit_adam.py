@@ -22,10 +22,10 @@ class OneBitAdam(AdamStep):
     ranks' m, compressed with error feedback to the rank that averages a chunk, and again from there. So the error is
     divided by a fixed v, and never squared. There is no bias correction, as in the published code. The learning rate
     should be warmed up too. A bit represents the mean magnitude of the whole parameter's m, so elements with a very
-    small v make large steps: ε of 1e-4 rather than 1e-8 bounds them.
+    small v take large steps: ε of 1e-4 rather than 1e-8 bounds them.
 
     β₁, β₂, ε, η and λ are those of the local optimiser, torch's AdamW, or Adam without decay. Its `state` contains m
-    and v; its step does not run. Replicas are bitwise equal. On one rank the optimiser takes its own step. A warm-up of
+    and v; its step does not run. Replicas are bitwise equal. On one rank the optimiser steps as usual. A warm-up of
     15 to 20 % of all steps is usual. The default compressor is ef_signsgd, which multiplies signs by the mean
     magnitude; the published code uses the root mean square, whose error may exceed the message. none is exact.
 

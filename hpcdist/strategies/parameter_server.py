@@ -30,7 +30,7 @@ class ParameterServer(ServerStrategy):
     worker's memory. A gradient's staleness is the server's clock at application minus the gradient's clock; its mean is
     λ − 1 for λ workers. On one rank the optimiser runs locally.
 
-    With several servers each has a shard of the parameters and its own clock. With `overlap`, as in Rudra-adv*, the
+    With several servers each has a shard of the parameters and a separate clock. With `overlap`, as in Rudra-adv*, the
     worker computes its next gradient while the last one is being sent; the mean staleness is then 2λ − 1.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers.

@@ -33,7 +33,7 @@ class SparseCompression(CompressionConfig):
 class SparseLoCo(Periodic):
     """Run the local optimiser; every H = `period` steps move the common parameters by sparse messages of all ranks.
 
-    Rank i adds δᵢ = x − θᵢ, the difference of the common parameters x and its own, to its residual, which decays by the
+    Rank i adds δᵢ = x − θᵢ, the common parameters x minus its local ones, to its residual, which decays by the
     compressor's `decay` at each exchange; it sends the largest elements of each chunk, see `chunk_topk`, and keeps the
     rest in the residual. x moves by −`outer_lr` times the mean of the messages, and all ranks continue from x. The
     residual replaces the outer momentum of `diloco`. With `combine` = senders an element's mean is over the ranks that

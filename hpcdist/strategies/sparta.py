@@ -34,7 +34,7 @@ class SPARTA(Strategy):
     are sent. `selection` = random: each element with probability `share`; shuffled: consecutive slices of one random
     order; partition: the same, with a new order after each round, so that each element is averaged once in 1/`share`
     steps. The optimiser's state and all other parameters are local. With `delay` = τ the mean is merged τ steps later,
-    while these compute: `merge` = shift keeps the rank's own steps since then, plain does not. An element in several
+    while these compute: `merge` = shift keeps the rank's local steps since then, plain does not. An element in several
     parts in flight is corrected once.
 
     Averaging does not change the mean of all ranks' parameters. Replicas differ by the change of an element in

@@ -29,12 +29,12 @@ class StreamingDiLoCo(Periodic):
     the whole model, or sequential. Fragment f is sent at the end of step ⌊(f + 1)H/F⌋ of each period: ranks start to
     average δᵢ = x − θᵢ, where x are the fragment's common parameters and θᵢ rank i's. `delay` = τ steps later the mean
     is merged: the outer optimiser, SGD with Nesterov momentum, updates x with it, and rank i continues from
-    αθᵢ + (1 − α)x, with α = `blend`; or, with `merge` = shift, from x plus its own steps since the fragment was sent.
+    αθᵢ + (1 − α)x, with α = `blend`; or, with `merge` = shift, from x plus its local steps since the fragment was sent.
     With one fragment and τ = 0, α = 0 this is `diloco`, and with τ = 1 and shift its `overlap`, to the bit.
 
     With `merge` = delayed or eager a fragment's exchange lasts the whole next period: the mean is merged when the
     fragment is sent again. Delayed: x moves by the mean of the last period, and all ranks continue from x. Eager: each
-    rank has its own x and momentum, and replaces its part of the old mean, the last period's δᵢ, by this period's δᵢ:
+    rank has a local x and momentum, and replaces its part of the old mean, the last period's δᵢ, by this period's δᵢ:
     x moves by mean + (δᵢ − last δᵢ)/p.
 
     Unless eager, x and the outer momentum are bitwise equal on all ranks; replicas differ, and evaluations use their
@@ -51,7 +51,7 @@ class StreamingDiLoCo(Periodic):
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "streaming_diloco", period=4, fragment_layers=None, delay=1)
 
     Reference: Arthur Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free
-    lunch", 2025, where δᵢ is the change of the rank's own parameters in a period; here it is the distance from x, the
+    lunch", 2025, where δᵢ is the change of the rank's local parameters in a period; here it is the distance from x, the
     same if τ = 0 and α = 0. Satyen Kale et al., "Eager updates for overlapped communication and computation in
     DiLoCo", 2025, for delayed and eager.
     """
@@ -112,7 +112,7 @@ class StreamingDiLoCo(Periodic):
     config: Config
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
-        self.eager = config.merge == "eager"  # each rank has its own x and momentum
+        self.eager = config.merge == "eager"  # each rank has a local x and momentum
         self.of_ranks = "mean" if self.eager else "first"
         self.blend = None if self.eager or config.merge == "shift" else config.blend
         super().__init__(config, comm, model, **kwargs)

@@ -64,7 +64,7 @@ class Strom(Strategy):
 
     With the topology `complete` every rank sends to all others. With any other topology messages go to neighbours along
     a spanning tree of the graph; a rank forwards the content of a message to its other neighbours in its next message.
-    Each link has its own residual, and the parameters of two ranks differ by the residuals of the links between them.
+    Each link has a residual, and the parameters of two ranks differ by the residuals of the links between them.
 
     If a rank fails, the others continue; a tree is rebuilt without the failed rank at the end of the period.
 

@@ -24,16 +24,16 @@ class ZeroOneAdam(AdamStep):
 
     Phase 1, the first `variance_steps` steps: at each kᵗʰ step full gradients are averaged, and update m and v; at the
     other steps C(g), their compressed mean as in `onebit_adam`, updates m only. k starts at 1 and doubles after each
-    `full_steps` full steps. All ranks make the same step, θ ← θ − η(m/(√v + ε) + λθ).
+    `full_steps` full steps. All ranks take the same step, θ ← θ − η(m/(√v + ε) + λθ).
 
-    Phase 2: v is constant, and each rank takes local steps with its own m. At every lᵗʰ step ranks exchange u, the sum
+    Phase 2: v is constant, and each rank takes local steps with its m. At every lᵗʰ step ranks exchange u, the sum
     of their moves times √v + ε: z = C(u), θ ← x + z/(√v + ε), where x are the parameters after the last exchange, with
     decay; m ← −z/Ση, if Ση is positive. l doubles every `local_steps` steps, up to `most_local`. Phase 2 starts with
     zero residuals.
 
     β₁, β₂, ε, η and λ are those of the local optimiser, as in `onebit_adam`; there is no bias correction. All ranks
     have the same weight, even with fewer samples. In phase 1 and after each exchange replicas are bitwise equal;
-    evaluations use their mean. On one rank the optimiser takes its own step.
+    evaluations use their mean. On one rank the optimiser steps as usual.
 
     Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p; at a compressed step and at an exchange
     1/32 of that and 8 for each parameter and rank; at the others nothing; in phase 1 32 bytes of agreement, at an

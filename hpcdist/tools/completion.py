@@ -168,14 +168,14 @@ def _describe_all() -> Tables:
 
 # --- shells -----------------------------------------------------------------------------------------------------------
 def complete(command: Any) -> None:
-    """Print the completions that the shell asks for; of bash, which splits words at `=` and `:`, the last part only."""
+    """Print the completions that the shell asks for; of bash, which splits at `=` and `:`, the last part only."""
     for kind in (TyperArgument, TyperOption):  # typer's conversion of values imports pydantic
         kind.process_value = lambda self, ctx, value: value  # type: ignore[method-assign]
     if not os.environ[VARIABLE].endswith("_bash"):
         command.main(prog_name="hpcdist")
         return
     words, current = os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"])
-    # Join the words that bash has split at `=` and `:`.
+    # Join what bash has split at `=` and `:`.
     joined = re.sub(r"(?<=[=:])\n|\n(?=[=:]+(?:\n|$))", "", "\n".join(words[: current + 1]))
     joined_words = joined.split("\n")
     before = joined_words[-1].removesuffix(words[current].strip("=:"))  # part that bash has split off

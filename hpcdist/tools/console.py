@@ -181,7 +181,7 @@ def rows(
     Args:
         heads: column heads, if they differ from the keys.
         left_aligned: left-aligned columns, with texts; None: those with a str in the first row.
-        whole: columns of names that users may type again: words are not broken.
+        whole: columns of names that users may type again: they are not broken.
         option: the command's option that chooses columns, to mention it when columns are dropped.
     """
     heads = {key: visible((heads or {}).get(key, key)) for key in data[0]}

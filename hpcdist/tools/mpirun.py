@@ -35,7 +35,7 @@ def start_script(
     label: bool = False,
     launcher: str | None = None,
 ) -> NoReturn:
-    """Replace this process by a launcher that runs a script on ranks; signals, input and exit status are its own.
+    """Replace this process by a launcher that runs a script on ranks, with its signals, input and exit status.
 
     Args:
         script: a Python file or `-m MODULE`, with arguments; or a program, such as `python` or `hpcdist`.

@@ -131,7 +131,7 @@ def ratio_of(values: Mapping[K, float], others: Mapping[K, float]) -> Effect:
 
 
 def _variance(values: Sequence[float], minimum: float) -> float:
-    """Estimate the variance of the mean of values whose own variance is at least `minimum`; NaN if they are too few."""
+    """Estimate the variance of the mean of values whose variance is at least `minimum`; NaN if they are too few."""
     return max(variance(values), minimum) / len(values) if len(values) >= MIN_SEEDS else math.nan
 
 

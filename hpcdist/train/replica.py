@@ -1,4 +1,4 @@
-"""A replica of the model: the ranks that together hold it, and how they compute a batch."""
+"""A replica of the model: the ranks that jointly hold it, and how they compute a batch."""
 
 from __future__ import annotations
 

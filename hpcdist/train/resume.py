@@ -26,7 +26,7 @@ class Position:
     """The position of a run; only `step` depends on the number of ranks."""
 
     epoch: int = 0
-    consumed: int = 0  # samples of this epoch, all ranks together
+    consumed: int = 0  # samples of this epoch, of all ranks
     step: int = 0  # since the start of the run
 
 

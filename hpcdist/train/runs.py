@@ -154,7 +154,7 @@ def _on_rank_0(comm: Communicator, work: Callable[[], Path | None]) -> Path | No
 
 
 def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) -> tuple[Job, JobConfig]:
-    """Load a job and its settings; make the checks that need only one process."""
+    """Load a job and its settings; run the checks that need only one process."""
     job = load_job(job_path)
     options = load({}, toml_path, overrides)  # what the user sets
     if not isinstance(job.data, Mapping):

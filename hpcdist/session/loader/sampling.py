@@ -83,7 +83,7 @@ class Order:
     def _sample(self) -> list[Any]:
         """Return the sampler's indices of an epoch; raise ConfigError if the sampler is endless.
 
-        It is endless if it yields several times the data set and several times its own length (perhaps an estimate).
+        It is endless if it yields several times the data set and several times its length (perhaps an estimate).
         """
         n_samples, length, n_indices = length_hint(self._dataset, 1 << 20), None, 0
         items: list[Any] = []
@@ -101,7 +101,7 @@ class Order:
         """Collective in `group`. Raise ConfigError if the sampler itself splits samples among ranks.
 
         All ranks sample the next epoch with the random state of rank `first`, whose result is used. A sampler that
-        splits yields disjoint indices on two ranks (padding may repeat a few); other samplers with their own random
+        splits yields disjoint indices on two ranks (padding may repeat a few); other samplers with separate random
         state yield different, overlapping ones.
         """
         if self._sampler is None or group.size == 1:

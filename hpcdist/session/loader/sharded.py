@@ -88,7 +88,7 @@ def shard(
 
     Raises:
         ConfigError: the loader is not a torch DataLoader, or its sampler splits samples for another library. While
-            iterating: the loop would make ranks differ, or would report metrics of one rank only.
+            iterating: the loop would let ranks diverge, or report metrics of one rank only.
         MismatchError: at an epoch's first batch, workers' loaders have different samples, or ranks of a replica have
             read different ones.
     """

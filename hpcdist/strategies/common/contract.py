@@ -25,7 +25,7 @@ class Contract:
             steps.
         updates: where the optimiser's step runs: on each worker, or on servers, which then hold its state and use
             the workers' hyper-parameters (learning rate...).
-        batch: whose samples a step's gradient is computed from: each worker's own batch, or portions of the joint
+        batch: whose samples a step's gradient is computed from: each worker's local batch, or portions of the joint
             batch of all workers.
         closure: how often the optimiser's step may evaluate its closure: once, or often (torch's L-BFGS), each time
             on the samples of all ranks. For the latter the strategy defines `minimise`.
@@ -35,7 +35,7 @@ class Contract:
             hooks on the optimiser's step, but not the step. So schedules and GradScaler work as usual. Adam's
             moments are in the optimiser's `state`, for checkpoints.
         parameters: whether a worker's parameters are kept in a step and changed by the strategy's arithmetic, or
-            replaced by servers' values, so that the loop's own changes are lost.
+            replaced by servers' values, so that the loop's changes are lost.
         frozen: when a frozen parameter may be unfrozen: at any time, or only before the optimiser is distributed.
         consensus: where the parameters to evaluate and save are: in the models of the ranks that run updates; or
             elsewhere, in a centre or in copies that ranks exchange, which don't follow changes of a model.

@@ -211,7 +211,7 @@ class State:
         self, name: str, save: Callable[[], Any], load: Callable[[Any], None], start: Callable[[], object], *,
         reshard: Callable[..., Any] | None = None, optional: bool = False, sharded: bool = False,
     ) -> None:  # fmt: skip
-        """Declare a value with its own functions to save and load it; see `StateSpec` for the arguments."""
+        """Declare a value with functions to save and load it; see `StateSpec` for the arguments."""
         self._declare(StateSpec(name, save, load, start, reshard, optional, sharded=sharded))
 
     def scratch(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -81,7 +81,7 @@ class MixingConfig(WireConfig, PeersConfig):
 
 
 class Peers:
-    """Tracks surviving ranks, and makes transfers that tolerate a failure of the other rank.
+    """Tracks surviving ranks, and runs transfers that tolerate a failure of the other rank.
 
     Args:
         records: the strategy's recorder; a record names each failed rank.
@@ -165,7 +165,7 @@ def average_in(local: Sequence[Tensor], received: Sequence[Tensor], count: int, 
 
 
 class PeerSampler:
-    """Samples peers at random. Each rank has its own generator, which checkpoints save."""
+    """Samples peers at random. Each rank has a separate generator, which checkpoints save."""
 
     def __init__(self, comm: Communicator, peers: Peers, state: State, seed: int):
         self._rank, self._peers = comm.rank, peers

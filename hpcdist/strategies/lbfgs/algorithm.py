@@ -72,7 +72,7 @@ class CurvaturePairs:
         vectors.scale(into, -1.0)
 
     def load(self, saved: Sequence[tuple[int, float, float]]) -> None:
-        """Load saved pairs (place, s·y, y·y); a smaller limit than that of the saved run drops pairs."""
+        """Load saved pairs (index, s·y, y·y); a smaller limit than that of the saved run drops pairs."""
         kept = [CurvaturePair(place, sy, yy) for place, sy, yy in saved if place <= self.limit]
         self.kept = kept[-self.limit :]
         if len(self.kept) < len(saved):

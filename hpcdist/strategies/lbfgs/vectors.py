@@ -151,7 +151,7 @@ class HistoryShard:
     def __init__(self, point: SharedPoint, shard: Shard, model: FlatModel, state: State, history: int, overlaps: bool):
         self._shard, self._model = shard, model
         self.vectors = LocalVectors(point.own)
-        pairs = range(PAIRS, PAIRS + 2 * (history + 1))  # and one that is being made
+        pairs = range(PAIRS, PAIRS + 2 * (history + 1))  # and one that is being computed
         for number in (X, GRADIENT, *[KEPT] * overlaps, *pairs):
             own = self.vectors[number]
             state.sharded(f"vector {number}", tensors=own, reshard="first", ranges=shard.ranges, optional=True)
@@ -204,7 +204,7 @@ class HistoryShard:
         elif code == COPY:
             self.vectors.copy(a, b)
         elif code == GATHER:
-            self._gather(a, b, int(factor), more)  # its own four numbers, in the same fields
+            self._gather(a, b, int(factor), more)  # its four numbers, in the same fields
         elif code == FINISH:
             self.show()
             self.has_finished = True

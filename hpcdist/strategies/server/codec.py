@@ -173,7 +173,7 @@ class CodedSlots(TensorSlots):
             f"{codec.name}.whole", tensors=buffers if parents else [], start="parameters" if values else "zeros",
             reshard="worker mean" if codec.content == "gradients" else "start", optional=True,
         )  # fmt: skip
-        self._common: dict[int, list[Tensor]] = {}  # by child; only of values each child has its own
+        self._common: dict[int, list[Tensor]] = {}  # by child; only of values that differ by child
         for child, shard in children.items():
             shared = next(iter(self._common.values()), None)
             if shared is None or values:

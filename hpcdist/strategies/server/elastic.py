@@ -27,7 +27,7 @@ class ElasticConfig(ServerStrategy.Config):
     synchronous: bool = Field(False, description="all workers exchange at the same time; each waits for the slowest")
 
     def optimizer_ranks(self, size: int) -> tuple[int, ...]:
-        return ()  # every worker has its own optimiser, and the centre has none
+        return ()  # every worker has a local optimiser, and the centre has none
 
 
 class Motion(abc.ABC):

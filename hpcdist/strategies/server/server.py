@@ -17,7 +17,7 @@ from hpcdist.strategies.server.placement import Placement
 class Replica:
     """The model's parameters on this rank with their clocks, replaced by replies shard by shard.
 
-    On a rank that is worker and server, replies don't change its own shard.
+    On a rank that is worker and server, replies don't change its shard.
 
     Attributes:
         placement: this rank's shard, parents and children.

@@ -102,7 +102,7 @@ class ServerStrategy(Strategy):
         def narrow(self, contract: Contract, size: int) -> Contract:
             if contract.averages == "gradients" and not self.averages(len(self.workers(size))):
                 contract = replace(contract, averages="nothing")
-            if len(self.workers(size)) == size:  # each rank has its own shard's newest values
+            if len(self.workers(size)) == size:  # each rank has its shard's newest values
                 contract = replace(contract, parameters="kept", ranks="all work")
             return contract
 

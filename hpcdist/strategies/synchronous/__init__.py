@@ -1,1 +1,1 @@
-"""Parts of strategies whose ranks average together: buckets, periods, providers."""
+"""Parts of strategies whose ranks average jointly: buckets, periods, providers."""

@@ -47,7 +47,7 @@ class AdamStep(OwnStep):
     There is no bias correction, as in the published codes: warm up the learning rate. An element whose gradients were
     all 0 has v = 0 and is not updated, because a one-bit code has no zero and would move it by m/ε.
 
-    On one rank the optimiser takes its own step.
+    On one rank the optimiser steps as usual.
 
     Attributes:
         m, v: tensors like `model.params`; the moments in the optimiser's `state` are views of them.

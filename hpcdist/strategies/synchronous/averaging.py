@@ -94,7 +94,7 @@ class ProviderConfig(Named):
 class Averaging:
     """Replaces the gradients of buckets by their means over the ranks: blocking, or overlapped with computation.
 
-    For the latter hpcdist's algorithms run in the thread of `calls`. Another library has its own thread or device; it
+    For the latter hpcdist's algorithms run in the thread of `calls`. Another library uses another thread or device; it
     gets all buckets before the first wait, and may fuse them. Adasum combines each parameter's gradient separately, as
     in the paper.
 

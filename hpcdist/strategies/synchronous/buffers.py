@@ -14,7 +14,7 @@ _NEWLY_CHANGED = 1 << 32  # added to the result of `check` on a rank with a chan
 
 
 class ChangingBuffers:
-    """Finds changed buffers, and makes them equal on all ranks: their mean, weighted by samples, or the first rank's.
+    """Finds changed buffers, and sets them on all ranks: to their mean, weighted by samples, or to the first rank's.
 
     Unchanged buffers (a mask, a table of positions) are never sent. `FlatBuffers.kinds` contains the rule of each
     buffer: averaged, broadcast or local.

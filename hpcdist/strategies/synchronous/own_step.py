@@ -1,4 +1,4 @@
-"""Base of strategies whose own rule replaces the optimiser's step, with the hyper-parameters of its groups."""
+"""Base of strategies whose rule replaces the optimiser's step, with the hyper-parameters of its groups."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Trained(NamedTuple):
 
 
 class OwnStep(Strategy):
-    """Base of synchronous strategies with their own rule in place of the optimiser's step.
+    """Base of synchronous strategies with a rule in place of the optimiser's step.
 
     The loop sees and clips local gradients. A gradient that is not finite on one rank skips the update on all ranks. A
     missing gradient counts as zeros; a parameter without a gradient on any rank is not updated. Changed buffers become
@@ -44,7 +44,7 @@ class OwnStep(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of strategies with their own step."""
+        """Options of strategies that replace the step."""
 
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
 

@@ -33,7 +33,7 @@ TRIAL = ("-m", "hpcdist", "trial", "--output")
 
 
 class Launcher(Protocol):
-    """Interface: execute a run. A study may define its own launcher."""
+    """Interface: execute a run. A study may define a launcher."""
 
     def run(self, run: PlannedRun, folder: Path) -> None:
         """Execute a run in its folder, until `summary.json` is there.

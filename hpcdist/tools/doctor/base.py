@@ -1,4 +1,4 @@
-"""Shared by all checks: findings, the nodes of the job, and a gather that names ranks that do not answer."""
+"""Shared by all checks: findings, the nodes of the job, and a gather that names ranks that do not reply."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def host_name(environ: Mapping[str, str]) -> str:
 
 
 def allocated(environ: Mapping[str, str]) -> list[str]:
-    """Return the nodes that Slurm has started ranks on; empty without Slurm, or if it does not answer."""
+    """Return the nodes that Slurm has started ranks on; empty without Slurm, or if it does not reply."""
     node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not node_list:
         return []
@@ -135,7 +135,7 @@ def allocated(environ: Mapping[str, str]) -> list[str]:
 
 # --- gathering --------------------------------------------------------------------------------------------------------
 class Unanswered(DeadlineError):
-    """Some ranks did not answer in time. `pairs`: ranks that were waiting for each other."""
+    """Some ranks did not reply in time. `pairs`: ranks that were waiting for each other."""
 
     def __init__(self, ranks: Sequence[int], seconds: float, pairs: Sequence[tuple[int, int]] = ()):
         self.ranks, self.seconds, self.pairs = tuple(ranks), seconds, tuple(pairs)

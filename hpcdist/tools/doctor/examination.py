@@ -36,7 +36,7 @@ _ending = threading.Lock()  # the time limit's thread calls `_end`, too
 def examine(required: Requirements, options: ExaminationOptions) -> int:
     """Collective. Run all checks, print the findings on the first rank; return the same exit status on all ranks.
 
-    If ranks don't answer, or the time limit is exceeded, all ranks are ended, with status 1 or the launcher's status
+    If ranks don't reply, or the time limit is exceeded, all ranks are ended, with status 1 or the launcher's status
     for an aborted job. Raises ConfigError if no node would remain or a file can't be written, and WorldError if the
     launcher's variables contradict each other.
     """

@@ -210,13 +210,13 @@ def absent_nodes(names: Sequence[str], first: str, waited_s: float) -> Iterator[
 def absent_ranks(
     hosts: Mapping[int, str], absent: Sequence[int], expected: Sequence[str], waited_s: float
 ) -> list[Finding]:
-    """Report absent ranks: by expected node without any answer, or in one line. `hosts`: by rank that answered."""
+    """Report absent ranks: by expected node without any reply, or in one line. `hosts`: by rank that replied."""
     ranks = f"rank{'s' * (len(absent) > 1)} {counted(absent)}"
     text = f"every rank must answer; got nothing from {ranks} within {waited_s:g} s"
     advice = "It has ended, is stopped, or can't be reached by the network that MPI uses"
     answering = {host.partition(".")[0] for host in hosts.values()}
     silent = [node for node in expected if node.partition(".")[0] not in answering]
-    if 0 not in hosts or not silent:  # without rank 0, this rank has no other rank's answer
+    if 0 not in hosts or not silent:  # without rank 0, this rank has no other rank's reply
         return [Finding(ERROR, f"{text}. {advice}")]
     return [Finding(ERROR, f"{text}, nor from any rank on {node}. {advice}", (node,)) for node in silent]
 

@@ -176,7 +176,7 @@ class RunGroup:
 
     @property
     def total_batch(self) -> int | None:
-        """Return the samples of one step of all workers together; None if unknown or different between runs."""
+        """Return the samples of one step of all workers; None if unknown or different between runs."""
         sizes = set(zip((result.run.batch for result in self.ended), self.values("workers"), strict=True))
         ((batch, workers),) = sizes if len(sizes) == 1 else [(None, 0)]
         return None if batch is None else batch * workers

@@ -64,7 +64,7 @@ def write(
 
     Args:
         output: folder for `index.html`, `figures`, `runs.csv` and `runs.json`; None: `report` in the first folder.
-        target: a metric and the value to reach, unless a comparison has its own.
+        target: a metric and the value to reach, unless a comparison defines one.
         only: folders of the runs to read, see `read_jobs`; None: all.
         progress: progress display, see `read_jobs`.
 

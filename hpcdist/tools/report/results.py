@@ -21,7 +21,7 @@ from hpcdist.tools.statistics import first_reaching
 
 POINTS = 60  # of a loss curve
 PARTS = ("computing", "communicating", "waiting")  # of a rank's time
-LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity")  # words in names of metrics
+LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity")  # parts of metrics' names
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps an iteration with a progress display under a title
 READING = "reading runs"
 REFERENCE = "allreduce"  # default strategy that others are compared with
@@ -43,7 +43,7 @@ class RunCurves(NamedTuple):
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run and its place in the comparison.
+    """One run and its position in the comparison.
 
     Attributes:
         name: of its group.
@@ -307,7 +307,7 @@ def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: boo
         planned = {"name": run.strategy or "unknown", "kind": "strategy", "ranks": ranks, "seed": seed}
     virtual = is_virtual or bool(run.start and run.start.virtual)
     result = RunResult(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
-    # A run that was resumed with other settings forms its own group.
+    # A run that was resumed with other settings forms a separate group.
     return replace(result, name=f"{result.name} ({'; '.join(run.changes)})") if run.changes else result
 
 

@@ -88,7 +88,7 @@ class Simulation:
         run_virtual(script or body, run.ranks, seed=run.seed, network=cluster.links(), compute=compute)
 
     def _samples(self, run: PlannedRun) -> int:
-        """Return the samples of a rank's step; `self.samples`, for no scaling, if the run sets its own step times."""
+        """Return the samples of a rank's step; `self.samples`, for no scaling, if the run sets the step times."""
         if run.loop or any(setting.startswith("compute=") for setting in run.cluster):
             return self.samples
         _, config = runs.specify(Path(self.job), None, run.overrides)

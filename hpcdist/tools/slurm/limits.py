@@ -47,7 +47,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def refusals(spec: JobSpec, site: Site, text: str) -> Iterator[Problem]:
-    """Report what Slurm's partitions, PMI types and `sbatch --test-only` refuse; a note if Slurm does not answer."""
+    """Report what Slurm's partitions, PMI types and `sbatch --test-only` refuse; a note if Slurm does not reply."""
     if shutil.which("sbatch") is None:
         yield note("Slurm must be on PATH for its checks; found no sbatch. Run this on a host of the cluster, too.")
         return

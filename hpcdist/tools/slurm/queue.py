@@ -162,7 +162,7 @@ def newest(job: str | None) -> str:
 def wait(job: str, callback: Callable[[Sequence[State]], None] = lambda tasks: None, every_s: float = 0.5) -> int:
     """Wait until a job, or each task of an array, has ended for good; return its exit status, the maximum of an array.
 
-    Slurm is queried less and less often; `callback` gets its newest answer every `every_s` seconds.
+    Slurm is queried less and less often; `callback` gets its newest reply every `every_s` seconds.
     """
     pause_s = SHORTEST_S
     ended: dict[str, State] = {}  # of an array: the controller may forget a task before the others have ended

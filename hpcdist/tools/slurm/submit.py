@@ -172,7 +172,7 @@ class Future:
         self.wait()
         until_s = time.monotonic() + (RESULT_TIMEOUT_S if self.state == "COMPLETED" else 0.0)
         while True:
-            os.listdir(self.folder)  # makes a network file system refresh its cache
+            os.listdir(self.folder)  # lets a network file system refresh its cache
             files = {rank: outcome_file(self.folder, rank) for rank in range(self.size)}
             existing = {rank: file for rank, file in files.items() if file.exists()}
             if len(existing) == self.size or time.monotonic() >= until_s:

@@ -67,7 +67,7 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def tunnel(self) -> str | None:
-        """Return the ssh command that makes the page reachable from another machine; None if it already is."""
+        """Return the ssh command by which other machines reach the page; None if they already can."""
         port = self.server_port
         return f"ssh -L {port}:127.0.0.1:{port} {platform.node()}" if self._host in LOCAL else None
 

@@ -97,7 +97,7 @@ def _measure_rounds(
                 link = [*pair, *_pair(comm, ends[1 - ends.index(comm.rank)])]
         try:
             measured = gather(comm, link)
-        except Unanswered as error:  # neither end of a link answers: its messages are stuck
+        except Unanswered as error:  # neither end of a link replies: its messages are stuck
             stuck = [(nodes.leaders[a], nodes.leaders[b]) for a, b in pairs]
             stuck = [ends for ends in stuck if set(ends) <= set(error.ranks)]
             raise Unanswered(error.ranks, error.seconds, stuck) from error

@@ -1,4 +1,4 @@
-"""One-sided communication while the target rank computes: does MPI make progress, and how long do hpcdist's windows
+"""One-sided communication while the target rank computes: does it progress, and how long do hpcdist's windows
 take?
 
 Gossip strategies that pull, and parameter servers that train, access the memory of busy ranks. With some MPI libraries

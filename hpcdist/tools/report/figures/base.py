@@ -22,7 +22,7 @@ from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis, RunGroup
 from hpcdist.tools.statistics import Interval
 
-INK = "#010203"  # of text and axes: replaced by the page's own colour
+INK = "#010203"  # of text and axes: replaced by the page's colour
 # Contrast 3:1 or more on the light and on the dark page; distinguishable when colour-blind, with markers and dashes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c9579b", "#8a6fe0", "#7d828a")
 MARKERS = "osD^vPX*"
@@ -51,7 +51,7 @@ class ReportFigure:
 
     Attributes:
         name: file name without suffix.
-        alt_text: description in words for readers who can't see the figure.
+        alt_text: text description for readers who can't see the figure.
         ranks: number of ranks shown; of figures that differ in it, the page unfolds the first only.
     """
 

@@ -9,7 +9,7 @@ import doctest
 import inspect
 import re
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 
@@ -67,11 +67,16 @@ def on_page_content(content: str, page, config: MkDocsConfig, files: Files) -> s
     return content if page.file.src_path == GLOSSARY else with_terms(content, page.file.src_path.count("/"))
 
 
+@cache
+def terms() -> re.Pattern:
+    """A pattern of the glossary's terms, the longest first."""
+    names = re.findall(r"^### (.+)$", (ROOT / "docs" / GLOSSARY).read_text(), re.M)
+    return re.compile(rf"\b({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})(s?)\b", re.I)
+
+
 def with_terms(content: str, depth: int) -> str:
     """Link each term of the glossary where the text of a page has it first: not in code, links and headings."""
-    terms = re.findall(r"^### (.+)$", (ROOT / "docs" / GLOSSARY).read_text(), re.M)
-    longest_first = "|".join(map(re.escape, sorted(terms, key=len, reverse=True)))
-    pattern, linked, inside = re.compile(rf"\b({longest_first})(s?)\b", re.I), set(), 0
+    linked, inside = set(), 0
 
     def link_once(found: re.Match) -> str:
         term = found[1].lower()
@@ -85,7 +90,7 @@ def with_terms(content: str, depth: int) -> str:
         if tag := re.match(r"<(/?)(a|code|pre|h[1-6]|svg|summary)\b", part):
             inside += -1 if tag[1] else 1
         elif not part.startswith("<") and inside == 0:
-            parts[index] = pattern.sub(link_once, part)
+            parts[index] = terms().sub(link_once, part)
     return "".join(parts)
 
 

@@ -129,7 +129,7 @@ class Catalogue:
         return Origin(name, open_file)
 
     def _import_origin(self, name: str, origin: Origin) -> Any:
-        # Imports a plug-in. If one from outside hpcdist raises an exception, ConfigError names it.
+        """Imports a plug-in. If one from outside hpcdist raises an exception, ConfigError names it."""
         try:
             return origin.open()
         except HpcdistError:
@@ -209,7 +209,7 @@ def subclass_of(base: str) -> Take:
 
 @cache
 def _class_of(module: ModuleType, parent: type, name: str) -> type:
-    # Returns a module's plug-in by the rules of `subclass_of`.
+    """Returns a module's plug-in by the rules of `subclass_of`."""
     classes = [
         value
         for value in dict.fromkeys(filter(is_class, vars(module).values()))

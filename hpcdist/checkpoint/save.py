@@ -262,7 +262,7 @@ def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]
 
 
 def _prepare(folder: Path, step: int, keep: int) -> str:
-    # Create the folder, or remove incomplete checkpoints in it; return a name for the temporary one.
+    """Create the folder, or remove incomplete checkpoints in it; return a name for the temporary one."""
     if step < 0 or keep < 1:
         raise CheckpointError(f"step and keep must be at least 0 and 1; got {step} and {keep}.")
     if not folder.is_dir():

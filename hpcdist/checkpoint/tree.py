@@ -52,7 +52,7 @@ class _Encoder:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
-        # Return the node for a value at `path` in the state; add its tensors to `tensors`.
+        """Return the node for a value at `path` in the state; add its tensors to `tensors`."""
         if depth > MAX_DEPTH:
             raise CheckpointError(
                 f"{path} must be nested at most {MAX_DEPTH} deep; got more. Does the state contain itself?"
@@ -94,7 +94,7 @@ class _Encoder:
         return {"$counter" if type(value) is Counter else "$dict": pairs}
 
     def _encode_tensor(self, value: Tensor, path: str, position: SlicePosition | None = None) -> dict[str, Any]:
-        # Add a tensor under its path, unless an identical view has a name; return the node with the tensor's name.
+        """Add a tensor under its path, unless an identical view has a name; return the node with the tensor's name."""
         dense = value.layout is torch.strided and not (value.is_nested or value.is_meta)
         if not dense or type(value.data) is not Tensor:  # a subclass may store its elements elsewhere
             raise _refusal(path, value)

@@ -76,7 +76,7 @@ class SharedMemory(Algorithm):
         return lambda peer: window.read(peer, start, n_bytes).view(segment.dtype)
 
     def _refuse(self, tensor: Tensor) -> None:
-        # Collective: each rank contributes its length and dtype to the message.
+        """Collective: each rank contributes its length and dtype to the message."""
         tensors = self.comm.gather(f"{tensor.numel()} of {type_of(tensor.dtype)}")
         raise MismatchError(
             "tensors that are summed must have the same length and dtype on all ranks; got, in rank order, "

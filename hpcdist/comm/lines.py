@@ -42,7 +42,7 @@ def _is_library(file: str) -> bool:
 
 @cache
 def _folders() -> tuple[str, ...]:
-    # Return the folders of the standard library and of installed packages, also with links resolved
+    """Return the folders of the standard library and of installed packages, also with links resolved."""
     paths = sysconfig.get_paths()
     folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]

@@ -205,7 +205,7 @@ def _proof(token: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 def _read(connection: socket.socket, n_bytes: int, seconds: float) -> bytes:
-    # Receive `n_bytes`; the rest is zeros, which prove nothing, at the end of the stream or after `seconds`
+    """Receive `n_bytes`; the rest is zeros, which prove nothing, at the end of the stream or after `seconds`."""
     data, until = bytearray(n_bytes), time.monotonic() + seconds
     view = memoryview(data)
     while view and time.monotonic() < until:  # a slow sender must not keep the thread busy forever

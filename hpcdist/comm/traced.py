@@ -184,7 +184,7 @@ class TracedCommunicator(Wrapper, Communicator):
 
     def put_all(self, puts: Iterable[Put]) -> None:
         def plain() -> Iterator[Put]:
-            # Yield the puts with the windows that the wrappers contain; count them in `details`
+            """Yield the puts with the windows that the wrappers contain; count them in `details`."""
             for put in puts:
                 if (rank := self.number(put.rank)) not in details["to"]:
                     details["to"].append(rank)
@@ -203,7 +203,7 @@ class TracedCommunicator(Wrapper, Communicator):
         return {"to": self.number(dest), "bytes": tensor.nbytes, "sent": self._message(self.rank, dest, tag)}
 
     def _received(self, source: int, tag: int) -> Details:
-        # Describe a receive by its source and, while no receive has used ANY, by its message's name
+        """Describe a receive by its source and, while no receive has used ANY, by its message's name."""
         if source == ANY or tag == ANY:
             self._numbers_receives = False  # from here on it is unknown which message a receive got
         if not self._numbers_receives:

@@ -148,7 +148,7 @@ class Window(Memory):
         return self._checked_atomic("compare_and_swap", rank, offset, expected, desired)
 
     def _checked_atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
-        # Check the operands of an atomic operation, run it, count its bytes, and return the value before
+        """Check the operands of an atomic operation, run it, count its bytes, and return the value before."""
         self._check(rank, offset, count=1)
         if self.local.dtype != torch.int64:
             raise CommunicationError(f"{what} must be used on an int64 window; got a window of {self.local.dtype}.")

@@ -75,7 +75,7 @@ class Work(_Base):
         return cls(tensors, lambda: all(work.is_completed() for work in works), block)
 
     def __del__(self, keep: Callable[[Work], None] = RELEASED.append) -> None:
-        # Keep a queued work alive for C++ (see `RELEASED`), without its tensors if these are large
+        """Keep a queued work alive for C++ (see `RELEASED`), without its tensors if these are large."""
         if self._queued:
             results = self.tensors if isinstance(self.tensors, (list, tuple)) else [self.tensors]
             if not all(isinstance(tensor, torch.Tensor) and tensor.nbytes <= KEPT_BYTES for tensor in results):
@@ -162,7 +162,7 @@ class Work(_Base):
         return future
 
     def _value(self, tensors: Any, _: object) -> Any:
-        # Return the future's value, or raise the call's exception. Called with the future that ends with the call.
+        """Return the future's value, or raise the call's exception. Called with the future that ends with the call."""
         self.raise_error()
         return tensors
 

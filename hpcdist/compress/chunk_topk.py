@@ -106,7 +106,7 @@ class ChunkTopk(Compressor):
         values[indices] += sent * weight
 
     def _unpack(self, message: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
-        # Returns the indices, and the values; with 2bit the size of the codes, the codes, and the means.
+        """Returns the indices, and the values; with 2bit the size of the codes, the codes, and the means."""
         if self.config.values != "2bit":
             return sparse.unpack(message, self.count, ((FLOATS[self.config.values], -1),))
         # Bytes of the codes, the first number of the payload; it follows the number of indices.

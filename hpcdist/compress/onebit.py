@@ -97,7 +97,7 @@ class OneBit(Compressor):
 
     @staticmethod
     def _add(part: _Part, out: np.ndarray, means: np.ndarray, bits: np.ndarray, weight: float) -> None:
-        # Decodes a parameter, and adds `weight` times the result to `out`, its elements.
+        """Decodes a parameter, and adds `weight` times the result to `out`, its elements."""
         low, high = weight * means.astype(out.dtype)
         with np.errstate(over="ignore"):
             no_overflow = np.isfinite(high - low).all()

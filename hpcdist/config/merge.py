@@ -66,7 +66,7 @@ def _toml(value: Any) -> str:
 
 
 def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    # Return `lower`, overridden by `upper`, by the rules of `load`.
+    """Return `lower`, overridden by `upper`, by the rules of `load`."""
     merged = dict(lower)
     for key, value in upper.items():
         old: Any = merged.get(key)
@@ -119,7 +119,7 @@ def _check_integers(value: Any) -> None:
 
 
 def _set(table: dict[str, Any], override: str) -> None:
-    # Store the value of a flag `key.subkey=value` in nested tables.
+    """Store the value of a flag `key.subkey=value` in nested tables."""
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not _KEY.fullmatch(key):
@@ -137,7 +137,7 @@ def _set(table: dict[str, Any], override: str) -> None:
 
 
 def _parse(text: str, override: str) -> Any:
-    # Return the value of a flag; the text itself if it is a bare word.
+    """Return the value of a flag; the text itself if it is a bare word."""
     try:
         parsed = _parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError as error:

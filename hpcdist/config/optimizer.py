@@ -231,7 +231,7 @@ def _check(where: str, config: SchedulePart | ScheduleConfig) -> None:
 def _build(
     where: str, config: SchedulePart | ScheduleConfig, optimizer: torch.optim.Optimizer
 ) -> lr_scheduler.LRScheduler:
-    # Build the schedule, and the schedules that it consists of. `config.options` is a new dict at each access.
+    """Build the schedule, and the schedules that it consists of. `config.options` is a new dict at each access."""
     cls, options = schedules()[str(config.name)], config.options
     if FUNCTION in options:
         options[FUNCTION] = load_function(str(options[FUNCTION]), f"{where}.{FUNCTION}")

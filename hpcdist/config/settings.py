@@ -82,7 +82,7 @@ class Settings(BaseModel, metaclass=_Refusing):
     @field_validator("*", mode="before")
     @classmethod
     def _from_toml(cls, value: Any, info: ValidationInfo) -> Any:
-        # Convert what TOML lacks: "none" to None, and arrays to tuples.
+        """Convert what TOML lacks: "none" to None, and arrays to tuples."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, str) and value == "none" and _admits(annotation, NoneType):
             return None
@@ -186,7 +186,7 @@ def describe(model: type[Settings], where: str = "", current: Settings | None = 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 def _refusal(model: type[Settings], error: ValidationError, where: str) -> ConfigError:
-    # Convert pydantic's error into ours; `where` is the dotted key of the model's table.
+    """Convert pydantic's error into ours; `where` is the dotted key of the model's table."""
     details = error.errors(include_url=False)
     raised = details[0].get("ctx", {}).get("error")
     if len(details) == 1 and isinstance(raised, ConfigError):
@@ -290,7 +290,7 @@ def _admits(annotation: Any, kind: type) -> bool:
 
 
 def _settings_in(annotation: Any) -> type[Settings] | None:
-    # Return the class of settings that a field's annotation admits, such as in `CheckpointConfig | None`.
+    """Return the class of settings that a field's annotation admits, such as in `CheckpointConfig | None`."""
     for branch in _branches(annotation):
         if get_origin(branch) is None and isinstance(branch, type) and issubclass(branch, Settings):
             return branch
@@ -302,7 +302,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    # Return all values of a type as texts; () if it has too many to list.
+    """Return all values of a type as texts; () if it has too many to list."""
     if annotation is bool:
         return "true", "false"
     if get_origin(annotation) is Literal:

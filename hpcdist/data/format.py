@@ -189,7 +189,7 @@ def _read_column(file: h5py.File, path: str, name: str) -> Column:
 
 
 def _read_factor(dataset: h5py.Dataset, path: str, key: str) -> np.ndarray | None:
-    # Return the attribute `scale` or `offset` of x; None if there is none.
+    """Return the attribute `scale` or `offset` of x; None if there is none."""
     if key not in dataset.attrs:
         return None
     factor = np.asarray(dataset.attrs[key])

@@ -190,7 +190,7 @@ class HDF5Dataset(Dataset):
         self._attach(None if self.mapped else open_file(self.path, **self._open_options))
 
     def _attach(self, file: h5py.File | None) -> None:
-        # Prepare to read x and y, from `file` where they are not mapped.
+        """Prepare to read x and y, from `file` where they are not mapped."""
         if _identity(self.path) != self._identity:
             raise damage(self.path, "was changed, replaced or removed since it was opened", "Make a new HDF5Dataset.")
         self._file = file
@@ -215,7 +215,7 @@ class HDF5Dataset(Dataset):
 
 @lru_cache(maxsize=64)  # virtual ranks share a process
 def _checksum(path: Path, split: str, identity: object, memory_map: bool, locking: bool | str | None) -> str:
-    # See `HDF5Dataset.checksum`; `identity` only distinguishes versions of the file in the cache.
+    """See `HDF5Dataset.checksum`; `identity` only distinguishes versions of the file in the cache."""
     with HDF5Dataset(path, split, memory_map=memory_map, locking=locking) as dataset:
         dataset._open()
         header = dataset._header
@@ -319,7 +319,7 @@ class MappedRows:
         return self._values(self._windows[self._chunk_windows[chunk] + within * self._sample_windows])
 
     def _values(self, samples: np.ndarray) -> np.ndarray:
-        # Return samples, an array of opaque bytes, as numbers in the shape of the column and in native byte order.
+        """Return samples, an array of opaque bytes, as numbers in the shape of the column and in native byte order."""
         column = self._column
         values = samples.view(column.dtype).reshape(-1, *column.shape)
         return values if column.dtype.isnative else values.astype(column.dtype.newbyteorder("="))

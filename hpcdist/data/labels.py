@@ -96,7 +96,7 @@ def labels_of(dataset: Any, given_labels: Sequence[int] | np.ndarray | Tensor | 
 
 
 def _labels_in(dataset: Any) -> Any:
-    # Return the labels that a data set has in its attributes; None if it has none.
+    """Return the labels that a data set has in its attributes; None if it has none."""
     if isinstance(dataset, torch.utils.data.Subset):
         inner = _labels_in(dataset.dataset)
         return None if inner is None else _array(inner)[np.asarray(dataset.indices, dtype=np.int64)]

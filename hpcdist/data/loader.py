@@ -96,7 +96,7 @@ class Loader:
         return batch if self.transform is None else self.transform(*batch)
 
     def _ahead(self, batches: Iterator[np.ndarray]) -> Iterator[Batch]:
-        # Yield the batches in order, while a thread reads the next `prefetch` ones.
+        """Yield the batches in order, while a thread reads the next `prefetch` ones."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="hpcdist-prefetch")
         try:
             pending = deque(thread.submit(self._fetch, indices) for indices in islice(batches, self.prefetch))

@@ -149,7 +149,7 @@ class EpochPlan:
 
     @cached_property
     def _order(self) -> np.ndarray:
-        # All samples of the epoch; with parts step by step: the batches of all workers in turn.
+        """All samples of the epoch; with parts step by step: the batches of all workers in turn."""
         if self.parts:
             orders = [self._shuffled(worker, part) for worker, part in enumerate(self.parts)]
             firsts = range(0, max(map(len, orders)), self.batch_size)

@@ -121,7 +121,7 @@ class _Disk(io.FileIO):
             raise OutputError.of(path, self._failure)
 
     def write(self, data: Any) -> int:
-        # Write all of `data`, and pretend success in any case: `check` raises the error.
+        """Write all of `data`, and pretend success in any case: `check` raises the error."""
         rest = memoryview(data).cast("B")
         while rest and self._failure is None:
             try:
@@ -214,7 +214,7 @@ def _check(
 def _dataset(
     group: h5py.Group, name: str, samples: int, template: np.ndarray, chunk_samples: int | None, compression: str | None
 ) -> h5py.Dataset:
-    # Create x or y of a split for `samples` samples like those of `template`, its first block.
+    """Create x or y of a split for `samples` samples like those of `template`, its first block."""
     if (
         template.dtype.newbyteorder("=").name not in DTYPES
         or not template.ndim

@@ -30,6 +30,6 @@ def adasum(calls: Collectives, tensor: Tensor) -> None:
 
 
 def _pair(a: Tensor, b: Tensor) -> Tensor:
-    # Return the sum of two vectors, each less half of its projection onto the other one; zeros have no effect.
+    """Return the sum of two vectors, each less half of its projection onto the other one; zeros have no effect."""
     dot, square_a, square_b = (torch.dot(x, y).item() for x, y in ((a, b), (a, a), (b, b)))
     return a * (1 - dot / (2 * square_a) if square_a else 1) + b * (1 - dot / (2 * square_b) if square_b else 1)

@@ -73,7 +73,7 @@ def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 # --- all-reduce -------------------------------------------------------------------------------------------------------
 def _operation(average: bool | None, op: str | None) -> str:
-    # Return the operation that `op`, or Horovod's older argument `average`, selects; by default Average.
+    """Return the operation that `op`, or Horovod's older argument `average`, selects; by default Average."""
     if average is not None and op is not None:
         raise ValueError("average must not be given where op is; got both. Use op=hvd.Average.")
     chosen = (Average if average or average is None else Sum) if op is None else op

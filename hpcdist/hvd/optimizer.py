@@ -54,7 +54,7 @@ class _AllreducesGradients:
         self._remaining = dict.fromkeys(self._remaining, passes)
 
     def _arrived(self, param: Tensor) -> None:
-        # Hook of a gradient: start its allreduce in the last of `backward_passes_per_step` passes.
+        """Hook of a gradient: start its allreduce in the last of `backward_passes_per_step` passes."""
         if param in self._waits and (self._waits[param] is not None or self._remaining[param] <= 0):
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
@@ -77,7 +77,7 @@ class _AllreducesGradients:
                 self._waits[each] = wait
 
     def _scales(self) -> tuple[str, float, float]:
-        # Return the operation, prescale and postscale of an allreduce; a predivided mean is a scaled sum.
+        """Return the operation, prescale and postscale of an allreduce; a predivided mean is a scaled sum."""
         if self._op == Average and self._predivide != 1.0:
             return Sum, 1.0 / self._predivide, self._predivide / self._process_set.size()
         return self._op, 1.0, 1.0
@@ -126,7 +126,7 @@ class _AllreducesGradients:
         return [put_all, *[_nothing] * (len(params) - 1)]
 
     def _put(self, param: Tensor, gradient: Tensor, result: Tensor, context: Any) -> None:
-        # Store an allreduce's result, decompressed, in `gradient`, and in `param.grad` if that is sparse.
+        """Store an allreduce's result, decompressed, in `gradient`, and in `param.grad` if that is sparse."""
         combined = self._compression.decompress(result, context)
         if combined.data_ptr() != gradient.data_ptr():
             gradient.copy_(combined)

@@ -45,7 +45,7 @@ class CallTimeline(Watcher):
             self._add({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": -1})
 
     def _record(self, request: NamedCall, phase: str, name: str = "") -> None:
-        # Add the start ("B") or end ("E") of an event; viewers show each request's name as a process.
+        """Add the start ("B") or end ("E") of an event; viewers show each request's name as a process."""
         title = f"{request.kind}.{request.name}"
         with self._lock:
             new = title not in self._numbers

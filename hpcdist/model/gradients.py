@@ -193,7 +193,7 @@ class Gradients:
 
     @uncompiled
     def _apply_weight(self, parameter: Tensor, grad: Tensor) -> Tensor | None:
-        # Hook before a gradient is accumulated: return it times the weight; None leaves it unchanged.
+        """Hook before a gradient is accumulated: return it times the weight; None leaves it unchanged."""
         if not self._needs_hooks:
             return None
         self._weighted = True
@@ -356,7 +356,7 @@ class Gradients:
         return 0 if values == before else 2048 + math.frexp(np.abs(np.frombuffer(b"".join(values))).mean())[1]  # type: ignore[arg-type]
 
     def _versions(self) -> list[object]:
-        # Return torch's version counter of each flat gradient, then its fingerprint if there is a function for it.
+        """Return torch's version counter of each flat gradient, then its fingerprint if there is a function for it."""
         values = [] if self.fingerprint is None else map(self.fingerprint, self._flats)
         return [*(flat._version for flat in self._flats), *values]  # versions count changes of views too
 

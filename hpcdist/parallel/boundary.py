@@ -171,7 +171,7 @@ class Boundary:
                 self._sending.append((self._comm.isend(flat, peer, tag), flat))
 
     def _post(self, tag: int, described: list[Described]) -> None:
-        # Start receiving tensors of these dtypes and shapes; `_receive` waits for them.
+        """Start receiving tensors of these dtypes and shapes; `_receive` waits for them."""
         if self._local_queues is not None:
             return
         peer = next(self._peers[tag])

@@ -97,7 +97,7 @@ def _layers(model: Any, device: torch.device, held_bytes: int) -> tuple[Chain, I
 
 
 def _built(make: Callable[[], Any], whole: Chain, device: torch.device, held_bytes: int) -> Iterator[Chain]:
-    # Yield each layer; several are built at a time, with at most `held_bytes` of parameters.
+    """Yield each layer; several are built at a time, with at most `held_bytes` of parameters."""
     sizes = [_bytes(whole.layer(number).parameters()) for number in range(len(whole))]
     first = 0
     while first < len(sizes):

@@ -99,7 +99,7 @@ class Pipeline(PartOfModel):
         self._build((lambda: make) if isinstance(make, (nn.Module, list, tuple)) else cast(Make, make), cut)
 
     def _build(self, make: Make, cut: Cut | Sequence[int] | None) -> None:
-        # Cut the model, build this rank's layers, and set up its stages and their boundaries.
+        """Cut the model, build this rank's layers, and set up its stages and their boundaries."""
         comm, ranks = self.grid.inner, self.grid.inner.size
         whole, parts = outline(make), ranks * self._chunks
         self.cut = cut_of(whole, parts, cut)
@@ -245,7 +245,7 @@ class Pipeline(PartOfModel):
         return (lambda key: None), (lambda key: None)
 
     def _run(self, operation: Operation, received: Any, batch: _Batch) -> None:
-        # Execute an operation on its input, and send the result; see `_incoming`.
+        """Execute an operation on its input, and send the result; see `_incoming`."""
         operation_kind, number, part = operation
         stage = self._stages[number]
         thirds = _THIRDS[operation_kind] + (operation_kind in "BI" and self._recompute)  # for virtual clocks

@@ -165,7 +165,8 @@ class Shards(PartOfModel):
 
     # --- gradients ------------------------------------------------------------------------------------------------
     def _hook(self, part: _OwnShard) -> Any:
-        # Return the hook that collects a parameter's gradients until the end of the backward pass.
+        """Return the hook that collects a parameter's gradients until the end of the backward pass."""
+
         def arrive(tensor: Tensor) -> None:
             if self._ddp is not None and not self._ddp.require_backward_grad_sync:  # in no_sync: they add up
                 return

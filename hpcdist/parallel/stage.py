@@ -267,7 +267,7 @@ class Recomputation:
             )
 
     def _drop(self, tensor: Tensor) -> _Holder:
-        # Hook of the first pass: give autograd a holder instead of the tensor that it would keep.
+        """Hook of the first pass: give autograd a holder instead of the tensor that it would keep."""
         holder = _Holder()
         self._holders.append(ref(holder))
         self._kinds.append((tensor.dtype, tensor.shape))

@@ -108,7 +108,7 @@ def is_abandoned(folder: Path, quiet_s: float) -> bool:
 
 
 def _acquired(file: int, wait_s: float) -> bool:
-    # Try to lock the file for `wait_s`; without locks in the file system, return whether no live holder is known.
+    """Try to lock the file for `wait_s`; without locks in the file system, return whether no live holder is known."""
     deadline_s = time.monotonic() + wait_s
     while True:
         try:

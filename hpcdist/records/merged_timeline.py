@@ -112,7 +112,7 @@ class _Links:
         self._numbers: dict[str, int] = {}
 
     def note(self, event: Event) -> None:
-        # First pass over all events: record when the last rank started each call, and the times of each message.
+        """First pass over all events: record when the last rank started each call, and the times of each message."""
         args = event.get("args", {})
         if call := args.get("call"):
             self._last[call] = max(self._last.get(call, (float("-inf"), -1)), (event["ts"], event["pid"]))

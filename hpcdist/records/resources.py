@@ -87,7 +87,7 @@ class Sampler:
         return (time.monotonic(), used.user + used.system, *network_bytes(self._root))
 
     def _sample(self) -> Usage:
-        # Return what was used since the last sample: the counters' differences per second.
+        """Return what was used since the last sample: the counters' differences per second."""
         before, self._before = self._before, self._count()
         elapsed_s, *amounts = (now - then for now, then in zip(self._before, before))
         cores, received, sent = (round(amount / max(elapsed_s, 1e-3), 3) for amount in amounts)

@@ -167,7 +167,7 @@ def is_skipped(record: StepRecord) -> bool:
 
 
 def _waited_for(records: Iterable[StepRecord]) -> dict[int, float]:
-    # Sum up the seconds that a server waited, by the rank it waited for.
+    """Sum up the seconds that a server waited, by the rank it waited for."""
     seconds_of: Counter[int] = Counter()
     for record in records:
         seconds_of.update(record.waited_for)

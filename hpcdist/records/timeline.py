@@ -85,7 +85,7 @@ class Timeline:
             self._spill()
 
     def _row(self, name: str) -> int:
-        # Give this thread a separate row in the timeline.
+        """Give this thread a separate row in the timeline."""
         with self._writing:
             row = self._rows[threading.get_ident()] = len(self._rows)
             self._write(",\n" + _metadata(self.rank, row, "thread_name", name=name))

@@ -136,7 +136,7 @@ class ADPSGD(Strategy):
         return outcome
 
     def _free_from_the_dead(self) -> None:
-        # Free this rank's lock if the rank that holds it has failed.
+        """Free this rank's lock if the rank that holds it has failed."""
         if len(self.peers.present) < self.comm.size:
             holder = int(self._holder.local[0])
             if holder != _FREE and holder - 1 not in self.peers.present:

@@ -311,7 +311,7 @@ class AllReduce(Strategy):
         return used
 
     def _average_compressed(self, sum_up: Reduction) -> tuple[Tensor, dict[int, list[str]]]:
-        # Like `_agreement` it returns used parameters and bad ones. Non-finite values must not enter the residual.
+        """Like `_agreement` it returns used parameters and bad ones. Non-finite values must not enter the residual."""
         used, bad = self._agreement(self.model.gradients.collect(), self.gradients.nonfinite())
         if bad:
             for flat in self.model.grads:  # so that all ranks skip the update

@@ -233,7 +233,7 @@ class _DeltaServer(Server):
         self.count_update([staleness] * int(request.weight))  # of each gradient in it
 
     def _step(self, x: Tensor, momentum: Tensor, total: Tensor, delta: Tensor, staleness: int, ends: bool) -> None:
-        # Update a part of θ, m and Δ by a push δ; `ends`: it is the last of N.
+        """Update a part of θ, m and Δ by a push δ; `ends`: it is the last of N."""
         config, n = self._config, self._every
         beta, spread, rule = config.outer_momentum, config.spread, config.rule
         if rule in ("nesterov", "discounted"):

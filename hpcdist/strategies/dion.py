@@ -101,8 +101,11 @@ class Dion(OwnStep):
         return divided
 
     def _step_matrices(self, matrices: Sequence[Trained]) -> None:
-        # Collective. Update M, Q and X of each matrix. `sums` are B = M + G, in the memory of M but for half precision;
-        # `factors`, `left` and `right` are Q, P and R, transposed.
+        """Collective. Update M, Q and X of each matrix.
+
+        `sums` are B = M + G, in the memory of M but for half precision; `factors`,
+        `left` and `right` are Q, P and R, transposed.
+        """
         wide = [torch.float64 if item.parameter.dtype == torch.float64 else torch.float32 for item in matrices]
         sums = [
             item.views[1].to(dtype).add_(item.views[0]).view(len(item.parameter), -1)

@@ -103,7 +103,7 @@ class GossipPush(Strategy):
 
     # --- the sender -----------------------------------------------------------------------------------------------
     def _push(self, peer: int) -> None:
-        # Add the parameters to this rank's slot in the peer's memory, and 1 to its count.
+        """Add the parameters to this rank's slot in the peer's memory, and 1 to its count."""
         slot, count = (self.comm.rank - peer) % self.comm.size - 1, 0
         while (current := self._counts.compare_and_swap(count, _WRITING, peer, slot)) != count:
             count = current  # only the receiver changes it, and only to 0: the third attempt succeeds

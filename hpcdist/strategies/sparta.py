@@ -91,7 +91,7 @@ class SPARTA(Strategy):
         return outcome
 
     def _send(self, step: int) -> None:
-        # Start to average the part of this step.
+        """Start to average the part of this step."""
         indices = self._indices(step)
         sent = [flat.index_select(0, index) for flat, index in zip(self.model.params, indices, strict=True)]
         values = [tensor.clone() for tensor in sent]

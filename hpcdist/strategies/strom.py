@@ -165,7 +165,7 @@ class Strom(Strategy):
 
     # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
-        # Start sending to surviving peers, and forget messages that have arrived or whose receiver has failed.
+        """Start sending to surviving peers, and forget messages that have arrived or whose receiver has failed."""
         self._sending = [r for r in self._sending if self.peers.survives(r.done) and not r.done()]
         for peer in peers:
             if peer in self.peers.present:
@@ -201,7 +201,7 @@ class Strom(Strategy):
         return True
 
     def _add(self, arrived: _Arriving) -> None:
-        # Add a message to the parameters, and to the residuals of other links, whose next messages forward it.
+        """Add a message to the parameters, and to the residuals of other links, whose next messages forward it."""
         parts = split_message(arrived.message, len(self.model.params))
         for link in self._links:
             for feedback, part, local in zip(link.feedbacks, parts, self.model.params, strict=True):

@@ -62,13 +62,13 @@ def start_script(
     os.execvpe(command[0], command, environment)
 
 
-def without_block(said: bytes, explained: bool = False) -> bytes:
+def without_block(output: bytes, explained: bool = False) -> bytes:
     """Remove Open MPI's block about a failed rank from its output, if that (or earlier output) explains the failure."""
-    return BLOCK.sub(b"", said) if explained or EXPLAINED.search(said) else said
+    return BLOCK.sub(b"", output) if explained or EXPLAINED.search(output) else output
 
 
 def _filter_standard_error() -> None:
-    """Fork a process that prints, `without_block`, what this process writes to standard error from now on."""
+    """Fork a process that prints what this one writes to standard error from now on, see `without_block`."""
     source, sink = os.pipe()
     if os.fork():
         os.dup2(sink, 2)
@@ -83,8 +83,9 @@ def _filter_standard_error() -> None:
         explained, unwritten, is_open = False, b"", True
         while is_open:
             data = os.read(source, 1 << 16)
-            explained, is_open = explained or EXPLAINED.search(unwritten + data) is not None, bool(data)
-            unwritten = without_block(unwritten + data, explained)
+            unwritten, is_open = unwritten + data, bool(data)
+            explained = explained or EXPLAINED.search(unwritten) is not None
+            unwritten = without_block(unwritten, True) if explained else unwritten
             unfinished = UNFINISHED.search(unwritten) if is_open else None
             end = unfinished.start() if unfinished else len(unwritten)
             sys.stderr.buffer.write(unwritten[:end])

@@ -306,7 +306,7 @@ class MpiGroup(dist.ProcessGroup):
         token, missing = torch.zeros(1, dtype=torch.uint8), list(range(1, self.size())) if self.rank() == 0 else [0]
 
         def all_arrived() -> bool:
-            # Receive only messages that have arrived: after a timeout no receive may be left to write to memory.
+            """Receive only messages that have arrived: after a timeout no receive may be left to write to memory."""
             for rank in [peer for peer in missing if self.comm.probe(peer, BARRIER_TAG, block=False)]:
                 self.comm.irecv(token, rank, BARRIER_TAG).wait()
                 missing.remove(rank)

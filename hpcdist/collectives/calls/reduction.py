@@ -92,7 +92,7 @@ def array_reduction(
 
 
 def _why_not(operation: str, dtype: torch.dtype) -> str:
-    # Returns the kind of numbers that an operation needs, for a message; empty if it is defined for the dtype.
+    """Returns the kind of numbers that an operation needs, for a message; empty if it is defined for the dtype."""
     integral = not dtype.is_floating_point and not dtype.is_complex
     if operation in _BITWISE and not integral:
         return "integers or booleans"

@@ -171,7 +171,7 @@ class MpiLibraryCalls:
         self._comm.traffic.sent(self._others * count * inputs.itemsize, self._others)
 
     def _call(self, what: str, function: Callable, send: Tensor, out: Tensor, count: int) -> None:
-        # Collective. Call MPI's `function`, by way of the host if necessary; `count` elements go to each rank.
+        """Collective. Call MPI's `function`, by way of the host if necessary; `count` elements go to each rank."""
         comm = self._comm
         comm.calls.count += 1
         if send.is_cpu and out.is_cpu:
@@ -213,6 +213,6 @@ class MpiNeighbourhood(Neighbourhood):
         return MpiRequest(comm.calls, request, EXCHANGE, ALL_RANKS, host, None if skips_copy else received, sent)
 
     def close(self) -> None:
-        # Freeing is collective; if the job tolerates deaths, a rank may be dead, and the job's end frees the graph.
+        """Freeing is collective; if the job tolerates deaths, a rank may be dead, and the job's end frees the graph."""
         if not self._comm.failures.tolerant:
             self._graph.Free()

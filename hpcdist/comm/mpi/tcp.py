@@ -83,7 +83,7 @@ class TcpServer:
         comm.process.threads.append(self)
 
     def _address(self, only: str) -> dict:
-        # Return the arguments of `_Peer` for this rank. `only`: its listener's address; empty: all addresses.
+        """Return the arguments of `_Peer` for this rank. `only`: its listener's address; empty: all addresses."""
         ips = [only] if only else [str(address.ip.ip) for address in self._addresses]
         here = "" if only else network.stack_id()
         return {"port": self._listener.getsockname()[1], "ips": ips, "here": here, "token": self._token.hex()}
@@ -294,7 +294,7 @@ class TcpServer:
                 network.send(connection, reply)
 
     def _accumulate(self, connection: socket.socket, window: Served, offset: int, count: int, part: Tensor) -> None:
-        # Receive `count` values in parts, and add them to this rank's memory. `part`: a buffer.
+        """Receive `count` values in parts, and add them to this rank's memory. `part`: a buffer."""
         for start in range(0, count, len(part)):
             values = part[: count - start]
             network.receive(connection, _bytes(values))

@@ -95,7 +95,7 @@ def measure(comm: Any) -> dict[str, float]:
 
 
 def _compute(seconds: float, keeps_lock: bool) -> None:
-    # Compute for some time: in Python, which keeps the interpreter lock, or in torch, which releases it
+    """Compute for some time: in Python, which keeps the interpreter lock, or in torch, which releases it."""
     matrix, until = torch.full((192, 192), 1e-3), time.perf_counter() + seconds
     while time.perf_counter() < until:
         if keeps_lock:

@@ -204,7 +204,7 @@ class VirtualClock:
             self.block(me, awaits, start=start)
 
     def _perform(self, effect: Effect, rank: VirtualRank, remaining: list[int]) -> Effect:
-        # Effect: run one of the effects of `perform`; the last one to end wakes the rank
+        """Effect: run one of the effects of `perform`; the last one to end wakes the rank."""
         try:
             yield from effect
         except BaseException as error:  # another rank's thread may run the effect; raise in the rank that started it
@@ -302,7 +302,7 @@ class VirtualClock:
                 at_s = rank.timer_s = math.inf if rank.awaits is None else rank.expires_s
 
     def _check_watched_memory(self, me: VirtualRank) -> None:
-        # Wake ranks that wait for a change of this rank's memory, which its code changes without a call
+        """Wake ranks that wait for a change of this rank's memory, which its code changes without a call."""
         for memory in tuple(me.watched):
             memory.check_all()
 

@@ -235,7 +235,7 @@ class ReceiveRequest(Request):
         return self._member.describe(self._posted.source, self._posted.tag)
 
     def _copy(self) -> None:
-        # Copy the message into the tensor at the first call; later calls do nothing
+        """Copy the message into the tensor at the first call; later calls do nothing."""
         message, tensor, self._tensor = self._posted.message, self._tensor, None
         if message is None or tensor is None:
             return

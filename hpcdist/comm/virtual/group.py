@@ -190,7 +190,7 @@ class Arrivals:
             self._clock.wake(self._waiting)
 
     def post(self, receive: Receive) -> None:
-        # Give a receive the first arrived message that fits it, or keep it until one arrives
+        """Give a receive the first arrived message that fits it, or keep it until one arrives."""
         receive.message = self.find(receive.source, receive.tag)
         if receive.message is None:
             self._posted.append(receive)

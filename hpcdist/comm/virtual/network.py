@@ -114,7 +114,7 @@ class Wiring:
         self._to_self = Path(0.0, math.inf, OneWayLink(), OneWayLink())
 
     def path(self, source: int, dest: int) -> Path:
-        # Return the latency and the links from rank `source` to rank `dest`
+        """Return the latency and the links from rank `source` to rank `dest`."""
         if source == dest:
             return self._to_self
         source_node, dest_node = self.nodes[source], self.nodes[dest]

@@ -50,7 +50,7 @@ class VirtualEvent(threading.Event):
             self._member.clock.wake(self._waits)
 
     def wait(self, timeout: float | None = None) -> bool:
-        # Block until `set`, at most until the communicator's deadline; `timeout` is ignored
+        """Block until `set`, at most until the communicator's deadline; `timeout` is ignored."""
         self._member.enter()
         me = self._member.me
         try:

@@ -47,14 +47,14 @@ class Exposed:
             waiter.check()
 
     def watch(self, waiter: Waiter) -> None:
-        # Add a waiter; wake it immediately if its predicate is true
+        """Add a waiter; wake it immediately if its predicate is true."""
         self._waiters.append(waiter)
         if self not in self.owner.watched:
             self.owner.watched.append(self)
         waiter.check()
 
     def unwatch(self, waiter: Waiter) -> None:
-        # Remove a waiter; do nothing if its request has not arrived yet
+        """Remove a waiter; do nothing if its request has not arrived yet."""
         if waiter in self._waiters:
             self._waiters.remove(waiter)
             if not self._waiters:
@@ -224,7 +224,7 @@ class VirtualRankMemory(RankMemory):
         return VirtualAttached(self._member, tensor, exposed)
 
     def _expose(self, call: str, local: Tensor) -> list[Exposed]:
-        # Collective. Return the memories of all ranks: this one's is `local`. `call` describes the call.
+        """Collective. Return the memories of all ranks: this one's is `local`. `call` describes the call."""
         group = self._member.group
 
         def conclude(memories: list[Exposed]) -> tuple[list, float]:

@@ -185,7 +185,7 @@ def _blocks(
 
 
 def _native(values: np.ndarray, dtype: str) -> np.ndarray:
-    # Convert to a dtype that data files have: floats to `dtype`, others to the next wider one.
+    """Convert to a dtype that data files have: floats to `dtype`, others to the next wider one."""
     if values.dtype.kind == "f":
         return values.astype(dtype)
     name = values.dtype.newbyteorder("=").name

@@ -238,7 +238,7 @@ def _from_pair(path: Path, x: np.ndarray, y: np.ndarray, target: str) -> tuple[p
 
 
 def _choose_target(path: Path, frame: pd.DataFrame, target: str, delimiter: str, words: str) -> Table:
-    # Divide the columns into features and targets, and apply the option `words` to features of words.
+    """Divide the columns into features and targets, and apply the option `words` to features of words."""
     names = list(frame.columns)
     targets = target.split(",") if target else names[-1:]
     if unknown := [name for name in targets if name not in names]:

@@ -327,7 +327,7 @@ class State:
             follow()
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        # Load all declared values; those that `saved` may lack start again.
+        """Load all declared values; those that `saved` may lack start again."""
         self.loaded.clear()
         for name, spec in self.specs.items():
             if name in saved:

@@ -99,7 +99,7 @@ class Peers:
         return tuple(rank for rank in alive if rank not in dead) if dead else alive
 
     def _name_lost(self) -> list[str]:
-        # Return an event for each rank found to have failed since the last call.
+        """Return an event for each rank found to have failed since the last call."""
         lost = set(range(self._comm.size)).difference(self.present, self._named)
         self._named |= lost
         return [f"goes on without rank {rank}: it has died" for rank in sorted(lost)]

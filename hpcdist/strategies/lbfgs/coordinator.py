@@ -225,7 +225,7 @@ class PortionWorker:
             self._point = evaluation
 
     def _compute(self, closure: Closure, portion: slice, index: int) -> float:
-        # Leave the gradients of a portion in the model; return its loss.
+        """Leave the gradients of a portion in the model; return its loss."""
         for slot in self._model.slots:
             slot.tensor.grad = None
         with torch.enable_grad(), self._comm.trace.span("portion", "compute", samples=portion.stop - portion.start):

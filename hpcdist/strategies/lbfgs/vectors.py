@@ -174,7 +174,7 @@ class HistoryShard:
             self._add(*self._early.pop(self._next))
 
     def _add(self, weight: float, parts: Sequence[Tensor]) -> None:
-        # Add the gradient of portion `_next`; to HEAD or TAIL, too, if it is of the batch's head or tail.
+        """Add the gradient of portion `_next`; to HEAD or TAIL, too, if it is of the batch's head or tail."""
         sums = [SUM] + [HEAD] * (self._next < self._heads)
         for number in sums + [TAIL] * (self._next >= self._count - self._tails):
             for total, part in zip(self.vectors[number], parts, strict=True):

@@ -143,7 +143,7 @@ class Averaging:
             self._average(bucket)
 
     def _average(self, bucket: Bucket) -> None:
-        # Average a bucket; another library only starts to.
+        """Average a bucket; another library only starts to."""
         if self._library is None:
             grads = bucket.grads
             with self._comm.trace.span("average a bucket", "collective", bucket=bucket.index, bytes=grads.nbytes):

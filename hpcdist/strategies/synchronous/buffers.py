@@ -34,7 +34,7 @@ class ChangingBuffers:
         self._note()
 
     def _note(self) -> None:
-        # Record the buffers as they are now, for `check`: identity, torch's version, and the values of small ones.
+        """Record the buffers as they are now, for `check`: identity, torch's version, and the values of small ones."""
         tensors = self._model.flat_buffers.tensors()
         common = [tensors[position] for position in self._common]
         self._seen = [(id(t), t._version, t.detach().clone() if t.numel() <= _SMALL else None) for t in common]

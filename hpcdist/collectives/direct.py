@@ -23,11 +23,6 @@ class Direct(Algorithm):
     rank order, so results are reproducible. The kernel copies the data, except for tensors from `RankMemory.zeros`: all
     ranks have mapped these, and access them in place.
 
-    Example:
-        >>> from hpcdist.collectives import load
-        >>> all_reduce, tensor = load("direct")(comm), torch.arange(4.0)
-        >>> all_reduce(tensor)
-
     Reference: J. Hashmi, S. Chakraborty, M. Bayatpour, H. Subramoni, D. Panda, "Designing efficient shared address
     space reduction collectives for multi-/many-cores", 2018.
     """

@@ -19,11 +19,6 @@ class HalvingDoubling(Algorithm):
     2 lg p. Bytes sent per rank: 2n(p-1)/p for n bytes. If p is no power of two, folding the extra ranks costs two more
     steps and n more bytes.
 
-    Example on 4 ranks:
-        >>> from hpcdist.collectives import load
-        >>> all_reduce, tensor = load("halving_doubling")(comm), torch.ones(1000)
-        >>> all_reduce(tensor)
-
     Reference: R. Rabenseifner, "Optimization of collective reduction operations", 2004.
     """
 

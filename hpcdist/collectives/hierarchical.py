@@ -30,11 +30,6 @@ class Hierarchical(Algorithm):
     Bytes sent per rank across q nodes for n bytes: 2(n/g)(q-1)/q by a ring, (n/g) lg q by recursive doubling if slices
     are short. Bytes read from shared memory inside the node: up to 2n(g-1)/g.
 
-    Example:
-        >>> from hpcdist.collectives import load
-        >>> all_reduce, tensor = load("hierarchical")(comm), torch.ones(1000)
-        >>> all_reduce(tensor)
-
     Reference: M. Cho, U. Finkler, D. Kung, H. Hunter, "BlueConnect: decomposing all-reduce for deep learning on
     heterogeneous network hierarchy", 2019.
     """

@@ -17,11 +17,6 @@ class Native(Algorithm):
     The library chooses its algorithm without reporting it; traffic is counted as that of a ring, the minimum for long
     tensors: 2n(p-1)/p bytes per rank for n bytes and p ranks.
 
-    Example:
-        >>> from hpcdist.collectives import load
-        >>> all_reduce, tensor = load("native")(comm), torch.ones(4)
-        >>> all_reduce.mean(tensor)
-
     Reference: Message Passing Interface Forum, "MPI: A message-passing interface standard, version 4.1", 2023
     (MPI_Allreduce).
     """

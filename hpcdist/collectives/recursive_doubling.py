@@ -18,11 +18,6 @@ class RecursiveDoubling(Algorithm):
     Steps for p ranks: lg p. Bytes sent per rank: n lg p for n bytes. If p is no power of two, folding the extra ranks
     costs two more steps and n more bytes.
 
-    Example on 4 ranks:
-        >>> from hpcdist.collectives import load
-        >>> all_reduce, tensor = load("recursive_doubling")(comm), torch.ones(8)
-        >>> all_reduce(tensor)
-
     Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
     2005.
     """

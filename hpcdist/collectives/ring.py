@@ -20,11 +20,6 @@ class Ring(Algorithm):
     rank: 2n(p-1)/p for n bytes. Chunks longer than SEGMENT_BYTES are pipelined in segments: one is added while the next
     is in flight, and is forwarded without waiting for the rest of its chunk.
 
-    Example:
-        >>> from hpcdist.collectives import load
-        >>> all_reduce, tensor = load("ring")(comm), torch.ones(1000)
-        >>> all_reduce(tensor)
-
     Reference: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
 

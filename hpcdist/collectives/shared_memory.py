@@ -29,11 +29,6 @@ class SharedMemory(Algorithm):
     turn: all ranks synchronize between the last read of a slot and its next write. Addends are added in rank order, so
     results are reproducible.
 
-    Example:
-        >>> from hpcdist.collectives import load
-        >>> all_reduce, tensor = load("shared_memory")(comm), torch.ones(1000)
-        >>> all_reduce(tensor)
-
     Reference: R. Graham, G. Shipman, "MPI support for multi-core architectures: optimized shared memory collectives",
     2008.
     """

@@ -17,11 +17,6 @@ class Tree(Algorithm):
     Steps for p ranks: 2⌈lg p⌉. Bytes sent by the busiest rank (the root): n⌈lg p⌉ for n bytes; by all ranks: 2n(p-1),
     the minimum of all algorithms that send whole vectors.
 
-    Example on 4 ranks:
-        >>> from hpcdist.collectives import load
-        >>> all_reduce, tensor = load("tree")(comm), torch.ones(8)
-        >>> all_reduce(tensor)
-
     Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
     2005 (reduce and broadcast for short messages).
     """

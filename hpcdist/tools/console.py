@@ -47,13 +47,7 @@ def note(message: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Format a time: 42 s, 3 min 20 s, 2 h 05 min, 3 d 4 h.
-
-    Example:
-        >>> from hpcdist.tools.console import duration
-        >>> duration(200)
-        '3 min 20 s'
-    """
+    """Format a time: 42 s, 3 min 20 s, 2 h 05 min, 3 d 4 h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -35,11 +35,6 @@ def read_number(option: str, form: str, example: str, text: str) -> tuple[str, f
 
     Raises:
         ConfigError: another form.
-
-    Example:
-        >>> from hpcdist.tools.options import read_number
-        >>> read_number("--target", "METRIC=VALUE", "accuracy=0.97", "loss=0.1")
-        ('loss', 0.1)
     """
     name, _, number = text.rpartition("=")
     with suppress(ValueError):

@@ -68,11 +68,6 @@ def interval(values: Sequence[float], confidence: float = 0.95, *, min_variance:
         min_variance: lower bound for the variance of one value, if known.
 
     Reference: Student, "The probable error of a mean", 1908.
-
-    Example:
-        >>> from hpcdist.tools.statistics import interval
-        >>> f"{interval([0.97, 0.98, 0.99]):.3f}"
-        '0.980 ± 0.025'
     """
     low, high, _ = _students(fmean(values), _variance(values, min_variance), len(values) - 1.0, confidence)
     return Interval(fmean(values), low, high)
@@ -85,13 +80,7 @@ def geometric(values: Sequence[float]) -> Interval:
 
 
 def first_reaching(moments: Iterable[tuple[T, float]], target: float, higher_is_better: bool) -> T | None:
-    """Return the first moment whose value reaches the target; None if none does.
-
-    Example:
-        >>> from hpcdist.tools.statistics import first_reaching
-        >>> first_reaching([(10, 0.8), (20, 0.95), (30, 0.97)], 0.9, higher_is_better=True)
-        20
-    """
+    """Return the first moment whose value reaches the target; None if none does."""
     sign = 1 if higher_is_better else -1
     return next((moment for moment, value in moments if sign * value >= sign * target), None)
 
@@ -163,11 +152,6 @@ def holm(ps: Sequence[float]) -> list[float]:
     """Correct p-values for multiple tests; NaN, a test that was not possible, stays and does not count.
 
     Reference: S. Holm, "A simple sequentially rejective multiple test procedure", 1979.
-
-    Example:
-        >>> from hpcdist.tools.statistics import holm
-        >>> holm([0.01, 0.04, 0.03])
-        [0.03, 0.06, 0.06]
     """
     valid = sorted((p, index) for index, p in enumerate(ps) if not math.isnan(p))
     corrected, largest = list(ps), 0.0

@@ -69,12 +69,6 @@ def spectral_gap(topology: Topology) -> float:
 
     Reference: Lin Xiao, Stephen Boyd, "Fast linear iterations for distributed averaging", 2004; Stephen Boyd, Arpita
     Ghosh, Balaji Prabhakar, Devavrat Shah, "Randomized gossip algorithms", 2006, for random W.
-
-    Example:
-        >>> from hpcdist.tools.topology import spectral_gap
-        >>> from hpcdist.topology.ring import RingGraph
-        >>> round(spectral_gap(RingGraph(4)), 3)
-        0.667
     """
     if topology.period is None:
         squares = np.mean([np.square(topology.matrix(step)).sum() for step in range(SAMPLED_STEPS)])

@@ -220,12 +220,6 @@ def search_within(
 
     Returns:
         The best number, and all measurements by number.
-
-    Example:
-        >>> from hpcdist.tools.compare.comparison import search_within
-        >>> best, measured = search_within(6, lambda number, repeat: abs(number - 2), min)
-        >>> best, sorted(measured)
-        (2, [-1, 0, 1, 2, 3])
     """
     measured: dict[int, list[T]] = {}
 

@@ -69,14 +69,7 @@ class ComparedGroup:
     loop: str = ""
 
     def run(self, experiment: Experiment, seed: int, rate: float | None = None, parent: str = "runs") -> PlannedRun:
-        """Plan the run with a seed, in the folder `parent`; `rate` replaces the job's learning rate.
-
-        Example:
-            >>> from hpcdist.tools.compare.plan import Comparison, groups
-            >>> comparison = Comparison(job="jobs/digits.py", metric="accuracy", ranks=(4,))
-            >>> groups(comparison)[0].run(comparison, seed=1).folder
-            'runs/allreduce-r4-s1'
-        """
+        """Plan the run with a seed, in the folder `parent`; `rate` replaces the job's learning rate."""
         lr = () if rate is None else (f"optimizer.lr={rate!r}",)
         overrides = (*self._budget(experiment), *experiment.settings, *self.settings, *lr, f"seed={seed}")
         folder = f"{parent}/{self.stem}-r{self.ranks}-s{seed}"
@@ -96,13 +89,7 @@ class ComparedGroup:
 
 # --- strategies as users write them -----------------------------------------------------------------------------------
 def read_strategy(text: str) -> tuple[str, tuple[str, ...]]:
-    """Split `NAME:KEY=VALUE,KEY=VALUE` into the name and the KEY=VALUE options.
-
-    Example:
-        >>> from hpcdist.tools.compare.plan import read_strategy
-        >>> read_strategy("softsync:splits=4,max_staleness=8")
-        ('softsync', ('splits=4', 'max_staleness=8'))
-    """
+    """Split `NAME:KEY=VALUE,KEY=VALUE` into the name and the KEY=VALUE options."""
     name_and_key, equals, _ = text.partition("=")
     if not equals:
         return text.rstrip(":"), ()

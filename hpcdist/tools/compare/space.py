@@ -60,11 +60,6 @@ def read_axis(text: str) -> Axis:
 
     Raises:
         ConfigError: the text has none of these forms.
-
-    Example:
-        >>> from hpcdist.tools.compare.space import read_axis
-        >>> read_axis("optimizer.lr=0.001..0.1:log:3").values
-        ('0.001', '0.01', '0.1')
     """
     key, _, values = text.partition("=")
     listed = tuple(dict.fromkeys(value.strip() for value in values.split(",")))

@@ -208,13 +208,7 @@ def attempt(seconds: float, description: str, call: Callable[[], Result]) -> Res
 
 
 def listed(names: Sequence[str], max_names: int = 8) -> str:
-    """Join names: all, or the first ones and the number of others.
-
-    Example:
-        >>> from hpcdist.tools.doctor.base import listed
-        >>> listed(["a", "b", "c", "d"], max_names=3)
-        'a, b, 2 more'
-    """
+    """Join names: all, or the first ones and the number of others."""
     rest = [] if len(names) <= max_names else [f"{len(names) - max_names + 1} more"]
     return ", ".join([*names[: max_names - bool(rest)], *rest])
 

@@ -122,11 +122,6 @@ def choose_exclusion(names: Sequence[str], findings: Sequence[Finding], spare: i
 
     The worst node has the most errors that earlier choices did not remove, then the most warnings, by weight; ties: the
     last node. Healthy nodes are excluded, too, to fix the number of remaining ones. ConfigError: none would remain.
-
-    Example:
-        >>> from hpcdist.tools.doctor.report import Finding, choose_exclusion
-        >>> choose_exclusion(["a", "b", "c"], [Finding("error", "b has no GPU", ("b",))], spare=1).excluded
-        ('b',)
     """
     if not 0 <= spare < max(len(names), 1):
         raise ConfigError(f"spare must be at least 0 and below the number of nodes, {len(names)}; got {spare}.")

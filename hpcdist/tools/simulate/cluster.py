@@ -111,11 +111,6 @@ def seconds(text: str, name: str) -> float:
 
     Args:
         name: name of the setting, for the message.
-
-    Example:
-        >>> from hpcdist.tools.simulate.cluster import bytes_per_second, seconds
-        >>> seconds("20ms", "latency"), bytes_per_second("10Gbit/s", "bandwidth")
-        (0.02, 1250000000.0)
     """
     match = re.fullmatch(rf"{_NUMBER} ?(ns|us|µs|ms|s|)", text.strip())
     if match is None:

@@ -80,13 +80,7 @@ def nodes(output: str) -> list[Node]:
 
 
 def minutes(limit: str) -> float:
-    """Convert a time limit of Slurm, `[days-]hours:minutes:seconds` or shorter, to minutes; infinity if it is no time.
-
-    Example:
-        >>> from hpcdist.tools.slurm.limits import minutes
-        >>> minutes("1-02:30:00")
-        1590.0
-    """
+    """Convert Slurm's time limit, `[days-]hours:minutes:seconds` or shorter, to minutes; infinity if it is no time."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if not match:
         return float("inf")

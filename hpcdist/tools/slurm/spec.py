@@ -139,11 +139,6 @@ def load_spec(toml: Path | None = None, overrides: Sequence[str] = (), **default
     """Load a job from `defaults`, a TOML file and `key=value` overrides, of which the last wins.
 
     Raises ConfigError if the file or a setting is wrong.
-
-    Example:
-        >>> from hpcdist.tools.slurm.spec import load_spec
-        >>> load_spec(overrides=["job=jobs/digits.py", "nodes=2", "ranks_per_node=4"]).size
-        8
     """
     return JobSpec.from_mapping(load(defaults, toml, overrides))
 

@@ -28,13 +28,7 @@ class State(NamedTuple):
 
 
 def describe(job_state: State) -> str:
-    """Describe a job's state in one line.
-
-    Example:
-        >>> from hpcdist.tools.slurm.state import State, describe
-        >>> describe(State("12", "RUNNING", nodes="node[1-2]", elapsed="05:00", limit="1:00:00"))
-        'job 12 is RUNNING on node[1-2] for 05:00 of 1:00:00'
-    """
+    """Describe a job's state in one line."""
     parts = [f"job {job_state.job} is {job_state.state}"]
     parts += [f"({job_state.reason})"] if job_state.reason else []
     parts += [f"on {job_state.nodes}"] if job_state.nodes else []

@@ -185,13 +185,7 @@ class WatchedFolder:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Remove common prefixes and suffixes: `digits-softsync-4`, `digits-gossip-4` become `softsync`, `gossip`.
-
-    Example:
-        >>> from hpcdist.tools.watch.view import short_names
-        >>> short_names(["digits-softsync-4", "digits-gossip_pull-4"])
-        ['softsync', 'gossip_pull']
-    """
+    """Remove common prefixes and suffixes: `digits-softsync-4`, `digits-gossip-4` become `softsync`, `gossip`."""
     parts_by_name = [_WORD.findall(name) for name in names]
     for end in (0, -1):
         while len(names) > 1 and min(map(len, parts_by_name)) > 1 and len({parts[end] for parts in parts_by_name}) == 1:

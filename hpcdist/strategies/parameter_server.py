@@ -1,4 +1,4 @@
-"""Apply each gradient as it arrives, however stale it is: the asynchronous parameter server."""
+"""The asynchronous parameter server: apply gradients in order of arrival, without a limit on staleness."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Strom(Strategy):
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
-        # All others get the same message, so this rank's parameters change by the same message.
+        # On a complete graph one message goes to all peers, and this rank applies that message, too.
         self._sends_to_all = load(config.topology.name).complete
         self._links = self._make_links()
         self._period = 0  # number of pauses; peers announce theirs

@@ -1,4 +1,4 @@
-"""Topologies: which ranks average with each other, and with which weights. One file each, loaded by its name.
+"""Topologies: graphs of ranks that average with each other, with weights. One file for each topology, loaded by name.
 
 A topology is a pure function of (rank, size, step): it does not communicate, and all ranks compute the same result.
 """

@@ -13,7 +13,7 @@ from hpcdist.errors import ConfigError
 
 
 class Topology(abc.ABC):
-    """Defines which ranks average with each other at each step: the mixing matrix W in xᵢ ← Σⱼ Wᵢⱼ xⱼ.
+    """Defines the averages of a step by the mixing matrix W in xᵢ ← Σⱼ Wᵢⱼ xⱼ.
 
     xᵢ are the parameters of rank i. A topology does not communicate: all ranks compute the same neighbours and
     weights. To add one, write a final subclass in a module of its name, with keyword-only options.

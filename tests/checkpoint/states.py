@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,17 @@ from hpcdist.checkpoint import SavedRank, save, verify
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CheckpointError, MismatchError
 from hpcdist.records import tensor_bytes
+
+
+@contextmanager
+def short_files() -> Iterator[None]:
+    """Files of at most 50,000 bytes: a longer one fails half-way with an OSError, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def save_alone(folder, step, state, **options) -> Path:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import resource
 
 import numpy as np
 import pytest
 import torch
-from states import bits, loaded, names, state_of
+from states import bits, loaded, names, short_files, state_of
 
 from comm.jobs_here import run
 from harness.launch import find_mpirun
@@ -95,12 +94,8 @@ def test_a_full_disk_is_an_error_of_the_next_call_on_all_ranks_and_harms_nothing
             saver.close()
         return left, names(tmp_path)
 
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    try:
+    with short_files():
         results = run_virtual(body, 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     after = ["step-00000001"] if ends == "close" else ["step-00000001", "step-00000003"]
     assert results == [(["step-00000001"], after)] * 3
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 
 import pytest
 import torch
 import xxhash
-from states import bits, loaded, refused, state_of
+from states import bits, loaded, refused, short_files, state_of
 
 from hpcdist import __version__
 from hpcdist.checkpoint import latest, save, verify
@@ -142,12 +141,8 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path):
         save(comm, tmp_path, 1, state_of(comm.rank, 1))
         return refused(comm, tmp_path, 2, big if comm.rank == 1 else {})
 
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    try:
+    with short_files():
         results = run_virtual(body, 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     for kind, message in results:
         assert kind == "CheckpointError"
         assert "got on rank 1: [Errno 27] File too large. Is there space, and may you read and write there?" in message

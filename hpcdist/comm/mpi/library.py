@@ -1,4 +1,4 @@
-"""The MPI library of this Python environment: which one it is, what it supports, and how it ends all ranks.
+"""The MPI library of this Python environment: its name and version, its features, and the call that ends all ranks.
 
 `python -m hpcdist.comm.mpi.library` prints it as JSON without starting MPI; so mpi4py is imported only in functions.
 """

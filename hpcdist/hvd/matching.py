@@ -8,7 +8,6 @@ Reference: Alexander Sergeev, Mike Del Balso, "Horovod: fast and easy distribute
 
 from __future__ import annotations
 
-import abc
 import hashlib
 import itertools
 import threading
@@ -28,6 +27,7 @@ from hpcdist.comm.work import CallQueue, Work
 from hpcdist.errors import CommunicationError, DeadlineError, MismatchError
 from hpcdist.hvd.exceptions import HorovodInternalError
 from hpcdist.hvd.fusion import FusionBuffer
+from hpcdist.hvd.timeline import CallTimeline
 
 MAX_REQUESTS, LIMIT_REQUESTS = 32, 1024  # requests in an exchange: at first, and after ranks have had more
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # pauses of ranks that wait for each other's next request
@@ -40,7 +40,7 @@ HEADER = 3  # fields before the requests: their number, when the rank joined, an
 MAX_NAMED = 8  # requests of a rank that a message names
 
 
-class NamedCall(abc.ABC):
+class NamedCall:
     """A collective call submitted on a rank, and later its result.
 
     Args:
@@ -74,9 +74,9 @@ class NamedCall(abc.ABC):
         """Return digests of the name, and of the properties."""
         return _name_digest(self.kind, self.name), _digest(*self.properties)
 
-    @abc.abstractmethod
     def run(self, calls: Collectives) -> None:
-        """Collective. Make the call, and set `result`."""
+        """Collective. Make the call, and set `result`; not of `Join`, nor of a call that is refused after a join."""
+        raise NotImplementedError
 
     def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
         """Collective. Make the calls of `requests` (the first is `self`) by one call; for kinds with a `fusion_key`."""
@@ -92,40 +92,10 @@ class Join(NamedCall):
         super().__init__("")
         self.since_ns = time.time_ns()
 
-    def run(self, calls: Collectives) -> None:
-        raise NotImplementedError  # handled by the matcher
-
-
-class Refused(NamedCall):
-    """The part of a joined rank in a call that has no stand-in."""
-
-    def run(self, calls: Collectives) -> None:
-        raise NotImplementedError  # it ends with an error
-
 
 # By kind of call: creates the part of a rank that has joined, from the call's name and its properties, as returned by
 # `_to_json`. Calls of other kinds are refused after a join.
 STANDINS: dict[str, Callable[[str, Any], NamedCall]] = {}
-
-
-class Watcher(abc.ABC):
-    """Called with the events of a matcher."""
-
-    @abc.abstractmethod
-    def submitted(self, request: NamedCall) -> None:
-        """A request was submitted."""
-
-    @abc.abstractmethod
-    def started(self, request: NamedCall) -> None:
-        """All ranks have submitted it, and the call starts."""
-
-    @abc.abstractmethod
-    def ended(self, request: NamedCall) -> None:
-        """It is done."""
-
-    @abc.abstractmethod
-    def exchanged(self) -> None:
-        """Ranks have exchanged their requests."""
 
 
 class Matcher:
@@ -150,7 +120,7 @@ class Matcher:
         self._error: BaseException | None = None  # of a failed exchange
         self._failed_ranks = ""
         self._allocate(MAX_REQUESTS)
-        self.watcher: Watcher | None = None
+        self.timeline: CallTimeline | None = None
 
     def submit(self, request: NamedCall) -> NamedCall:
         """Submit a request; raise ValueError if a request with that name is pending.
@@ -169,8 +139,8 @@ class Matcher:
             if not self._pending:
                 self._since_s = time.perf_counter()
             self._pending[key] = request
-            if self.watcher is not None:
-                self.watcher.submitted(request)
+            if self.timeline is not None:
+                self.timeline.submitted(request)
             if not self._queued:
                 self._queued, self._work = True, self._queue.submit(self._run)
             self._work.waited = self._waiting > 0
@@ -287,8 +257,8 @@ class Matcher:
         fields_by_rank, joined_ns, any_late = self._exchange(
             [*itertools.chain(*keys)], 0 if join_request is None else join_request.since_ns, late
         )
-        if self.watcher is not None:
-            self.watcher.exchanged()
+        if self.timeline is not None:
+            self.timeline.exchanged()
         unjoined = [rank for rank, time_ns in enumerate(joined_ns) if not time_ns]
         if not unjoined:  # all have joined: the result is the last rank to do so
             if join_request is not None:
@@ -387,7 +357,7 @@ class Matcher:
         requests = {}
         for kind, name, properties in by_rank[present[0]]:
             digest = _name_digest(kind, name)
-            request = local.get(digest) or STANDINS.get(kind, Refused)(name, properties)
+            request = local.get(digest) or STANDINS.get(kind, NamedCall)(name, properties)
             if kind not in STANDINS:
                 request.error = HorovodInternalError(f"{kind} must not be called once a rank has joined; got {name!r}.")
             requests[digest] = request
@@ -411,9 +381,9 @@ class Matcher:
         """Collective. Run calls in this order, fused where possible; an error ends only its own requests."""
         for key, group in _grouped_by_fusion(requests):
             first = group[0]
-            if self.watcher is not None:
+            if self.timeline is not None:
                 for each in group:
-                    self.watcher.started(each)
+                    self.timeline.started(each)
             try:
                 if first.error is None:
                     if key is None:
@@ -434,8 +404,8 @@ class Matcher:
             for request in requests:
                 self._pending.pop((request.kind, request.name), None)
         for request in requests:
-            if self.watcher is not None:
-                self.watcher.ended(request)
+            if self.timeline is not None:
+                self.timeline.ended(request)
             request.done = True
 
 

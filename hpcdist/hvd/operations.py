@@ -83,12 +83,12 @@ def _operation(average: bool | None, op: str | None) -> str:
 
 
 def _allreduce(
-    tensors: Sequence[Tensor], outs: Sequence[Tensor], name: str | None, op: str, prescale: float, postscale: float,
-    process_set: ProcessSet, finish: Callable[[Any], Any],
+    tensors: Sequence[Tensor], average: bool | None, name: str | None, op: str | None, prescale: float,
+    postscale: float, process_set: ProcessSet, finish: Callable[[Any], Any], in_place: bool = False,
 ) -> int:  # fmt: skip
-    inputs = _detached(tensors)
-    outputs = inputs if outs is tensors else _detached(outs)
-    return _start(finish, process_set, name, Allreduce, inputs, outputs, op, prescale, postscale)
+    op, inputs = _operation(average, op), _detached(tensors)
+    outs = inputs if in_place else [torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs]
+    return _start(finish, process_set, name, Allreduce, inputs, outs, op, prescale, postscale)
 
 
 def allreduce_async(
@@ -96,9 +96,7 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start an allreduce of a tensor, which stays unchanged; return a handle."""
-    op = _operation(average, op)
-    out = torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)
-    return _allreduce([tensor], [out], name, op, prescale_factor, postscale_factor, process_set, _first)
+    return _allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set, _first)
 
 
 def allreduce_async_(
@@ -106,9 +104,8 @@ def allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start an allreduce of a tensor, in place; return a handle."""
-    op = _operation(average, op)
-    tensors = [tensor]
-    return _allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, lambda _: tensor)
+    scales = prescale_factor, postscale_factor
+    return _allreduce([tensor], average, name, op, *scales, process_set, lambda _: tensor, in_place=True)
 
 
 def grouped_allreduce_async(
@@ -116,9 +113,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start one allreduce of several tensors; return a handle."""
-    op = _operation(average, op)
-    outs = [torch.empty_like(each.detach(), memory_format=torch.contiguous_format) for each in tensors]
-    return _allreduce(tensors, outs, name, op, prescale_factor, postscale_factor, process_set, list)
+    return _allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, list)
 
 
 def grouped_allreduce_async_(
@@ -126,9 +121,8 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start one allreduce of several tensors, in place; return a handle."""
-    op = _operation(average, op)
-    tensors = list(tensors)
-    return _allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, lambda _: tensors)
+    tensors, scales = list(tensors), (prescale_factor, postscale_factor)
+    return _allreduce(tensors, average, name, op, *scales, process_set, lambda _: tensors, in_place=True)
 
 
 def compressed_allreduce_async_(
@@ -326,27 +320,28 @@ def alltoall_async(
     tensor: Tensor, splits: Tensor | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start to send `splits[r]` rows (by default equal numbers) of a tensor to each rank r; return a handle."""
+    return _alltoall(tensor, splits, name, process_set, _first if splits is None else tuple)
+
+
+def _alltoall(
+    tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet, finish: Callable[[Any], Any]
+) -> int:
     ranks, rows = process_set.size(), tensor.shape[0]
-    if splits is None:
-        if rows % ranks:
-            raise ValueError(f"rows must be divisible by the number of ranks, {ranks}; got {rows}. Give splits.")
-        return _start(_first, process_set, name, Alltoall, tensor.detach(), [rows // ranks] * ranks)
-    counts = torch.as_tensor(splits)
+    if splits is None and rows % ranks:
+        raise ValueError(f"rows must be divisible by the number of ranks, {ranks}; got {rows}. Give splits.")
+    counts = torch.full((ranks,), rows // ranks) if splits is None else torch.as_tensor(splits)
     if counts.is_floating_point() or counts.dtype == torch.bool or counts.dim() != 1 or len(counts) != ranks:
         raise ValueError(f"splits must be an integer for each of {ranks} ranks; got {splits}.")
     if int(counts.sum()) > rows or int(counts.min()) < 0:
         raise ValueError(f"splits must add up to at most the tensor's {rows} rows; got {counts.tolist()}.")
     sent = tensor.detach()[: int(counts.sum())]
-    return _start(tuple, process_set, name, Alltoall, sent, counts.tolist())
+    return _start(finish, process_set, name, Alltoall, sent, counts.tolist())
 
 
 class _AlltoallFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, splits: Any, name: Any, process_set: Any) -> Any:
-        sent = torch.full((process_set.size(),), tensor.shape[0] // process_set.size()) if splits is None else splits
-        if splits is None and tensor.shape[0] % process_set.size():
-            alltoall_async(tensor, None, name, process_set)  # raises the ValueError about the number of rows
-        out, received = synchronize(alltoall_async(tensor, sent, name, process_set))
+        out, received = synchronize(_alltoall(tensor, splits, name, process_set, tuple))
         ctx.received, ctx.process_set = received, process_set
         ctx.mark_non_differentiable(received)
         return out, received

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, ClassVar, cast
@@ -79,8 +79,8 @@ class NamedCall:
         raise NotImplementedError
 
     def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
-        """Collective. Make the calls of `requests` (the first is `self`) by one call; for kinds with a `fusion_key`."""
-        raise NotImplementedError
+        """Collective. Make the calls of `requests`, which are `self` and others with its `fusion_key`, by one call."""
+        self.run(calls)
 
 
 class Join(NamedCall):
@@ -330,17 +330,13 @@ class Matcher:
         self.calls.all_gather(self._all, self._local)
         counts, joined_ns = of_all[:, 0].tolist(), of_all[:, 1].tolist()
         longest_count = max(counts)
-        if longest_count > capacity:  # a rank's fields were cut off: send all fields again, in longer tensors
-            local_longer = torch.zeros(longest_count, dtype=torch.int64)
-            local_longer.numpy()[: len(fields)] = fields
-            all_longer = torch.empty(len(counts), longest_count, dtype=torch.int64)
-            self.calls.all_gather(all_longer, local_longer)
-            rows = all_longer.numpy()
-            if capacity < FIELDS * LIMIT_REQUESTS:
-                self._allocate(min(2 * longest_count // FIELDS, LIMIT_REQUESTS))
-        else:
-            rows = of_all[:, HEADER:]
-        return [row[:count].tolist() for row, count in zip(rows, counts)], joined_ns, bool(of_all[:, 2].any())
+        if longest_count > capacity:  # a rank's fields were cut off: exchange them again, in longer tensors
+            self._allocate(longest_count // FIELDS)
+            exchanged = self._exchange(fields, since_ns, late)
+            self._allocate(min(2 * longest_count // FIELDS, LIMIT_REQUESTS))
+            return exchanged
+        rows = [row[HEADER : HEADER + count].tolist() for row, count in zip(of_all, counts)]
+        return rows, joined_ns, bool(of_all[:, 2].any())
 
     def _create_standins(
         self, present: Sequence[int], local: dict[int, NamedCall], common: Sequence[int]
@@ -379,17 +375,17 @@ class Matcher:
 
     def _run_calls(self, requests: Sequence[NamedCall]) -> None:
         """Collective. Run calls in this order, fused where possible; an error ends only its own requests."""
-        for key, group in _grouped_by_fusion(requests):
+        groups: dict[Any, list[NamedCall]] = {}
+        for request in requests:
+            groups.setdefault(request.fusion_key or id(request), []).append(request)
+        for group in groups.values():
             first = group[0]
             if self.timeline is not None:
                 for each in group:
                     self.timeline.started(each)
             try:
                 if first.error is None:
-                    if key is None:
-                        first.run(self.calls)
-                    else:
-                        first.run_fused(self.calls, group, self._buffer)
+                    first.run_fused(self.calls, group, self._buffer)
             except CommunicationError:
                 raise
             except (RuntimeError, ValueError) as error:
@@ -407,18 +403,6 @@ class Matcher:
             if self.timeline is not None:
                 self.timeline.ended(request)
             request.done = True
-
-
-def _grouped_by_fusion(requests: Sequence[NamedCall]) -> Iterator[tuple[Any, list[NamedCall]]]:
-    """Yield (fusion key, requests with this key), and (None, [request]) for each request without a key."""
-    groups: dict[Any, list[NamedCall]] = {}
-    for request in requests:
-        key = request.fusion_key
-        if key is None:
-            yield None, [request]
-        else:
-            groups.setdefault(key, []).append(request)
-    yield from groups.items()
 
 
 @lru_cache(maxsize=KNOWN, typed=True)

@@ -60,7 +60,7 @@ class Timeline:
     # --- recording ------------------------------------------------------------------------------------------------
     @contextmanager
     def span(self, name: str, category: str, details: Details | None = None) -> Iterator[Details]:
-        """Record the context, or calls of a function that it decorates, as events; yield the details, to be completed."""
+        """Record the context, or calls of a function that it decorates, as events; yield the details, to complete."""
         details, start_s = {} if details is None else details, self.now()
         try:
             yield details

@@ -71,6 +71,8 @@ class Trainer:
         self.precision = Precision(config.amp, self.device)
         self._create_model()
         self._train, self._test = open_data(job, config, comm, self.replica.columns)
+        if isinstance(self.replica, WholeReplica):
+            self.replica.unchecked = {"test": self._test, "train": self._train}
         self.stop_conditions = StopConditions(config, comm, self.position, len(self._train))
         self._distribute_samples(self.strategy.config.workers(self.replica.others.size))
         logging_ranks = tuple(map(self.replica.logging_rank, self.workers))

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hpcdist import errors
 from hpcdist.comm.capabilities import Failures, Platform, RankMemory, Trace
-from hpcdist.comm.transfer import ANY, TAG_LIMIT, Envelope, Neighbourhood, Request, Traffic, check_flat, check_rank
+from hpcdist.comm.messages import Neighbourhood, check_graph
+from hpcdist.comm.transfer import ANY, TAG_LIMIT, Envelope, Request, Traffic, check_flat, check_rank
 from hpcdist.comm.window import Memory, Put, Window
 from hpcdist.comm.work import CallQueue
 from hpcdist.errors import CommunicationError, HpcdistError
@@ -173,12 +174,14 @@ class Communicator(abc.ABC):
     def _split(self: C, color: int | None, key: int, traffic: Traffic | None) -> C | None:
         """Implement `split`; `color` has been checked."""
 
-    @abc.abstractmethod
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         """Collective. Prepare exchanges in which this rank receives from `sources` and sends to `destinations`.
 
         Both lists hold distinct ranks, without this rank. If rank a sends to rank b, then a must be a source of b.
         """
+        check_graph(self, sources, destinations)
+        channel = self.split(0, traffic=self.trace.traffic)  # no other messages are sent on it
+        return Neighbourhood(channel, sources, destinations, owned=True)
 
     @abc.abstractmethod
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:

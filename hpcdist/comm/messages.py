@@ -1,18 +1,21 @@
-"""Neighbour exchange by point-to-point messages, and the check of a neighbourhood's sources and destinations."""
+"""Exchange with neighbours by point-to-point messages, and the check of a neighbourhood's sources and destinations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.transfer import Neighbourhood, Request
+from hpcdist.comm.transfer import Request, check_flat
 from hpcdist.errors import CommunicationError, MismatchError
 
+if TYPE_CHECKING:  # a communicator creates neighbourhoods
+    from hpcdist.comm.communicator import Communicator
 
-class Messages(Neighbourhood):
-    """Exchange with neighbours by point-to-point messages. Constructing it is not collective, so neighbours may change.
+
+class Neighbourhood:
+    """Repeated exchange of tensors with the same ranks. Constructing it is not collective, so neighbours may change.
 
     Args:
         comm: no other messages with tag 0 may be sent between these ranks.
@@ -24,13 +27,40 @@ class Messages(Neighbourhood):
         # By distance: if all ranks have the same distances, no rank is the target of two concurrent sends.
         self._order = sorted(destinations, key=lambda dest: (dest - comm.rank) % comm.size)
 
-    def _start(self, send: Tensor, received: Tensor) -> Request:
+    def start(self, send: Tensor, received: Tensor) -> Request:
+        """Collective. Start sending `send` to all destinations, and receiving a tensor of equal size from every source.
+
+        Never blocks. Exchanges match in the order in which ranks start them. Until the request is complete do not
+        change `send` or read `received`. Messages: one of `send.nbytes` per destination.
+
+        Args:
+            send: flat; of one length and dtype on all ranks.
+            received: flat, of len(sources) · len(send) elements, overwritten: the sources' tensors concatenated in
+                the order of `sources`.
+
+        Raises:
+            CommunicationError: `received` has the wrong length or dtype.
+
+        Example:
+            >>> left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+            >>> neighbours = comm.neighbourhood(sources=[left], destinations=[right])
+            >>> received = torch.empty(4)
+            >>> neighbours.start(torch.ones(4), received).wait()
+        """
+        check_flat(send, "send")
+        check_flat(received, "received")
         n = send.numel()
-        parts = [received[k * n : (k + 1) * n] for k in range(len(self._sources))]
-        receiving = [self._comm.irecv(part, source, 0) for part, source in zip(parts, self._sources, strict=True)]
+        expected = len(self._sources) * n
+        if received.numel() != expected or received.dtype != send.dtype:
+            raise CommunicationError(
+                f"received must have {expected} elements of {send.dtype} ({n} for each of {len(self._sources)} "
+                f"sources); got {received.numel()} of {received.dtype}. Allocate it so."
+            )
+        receiving = [self._comm.irecv(received[k * n :][:n], source, 0) for k, source in enumerate(self._sources)]
         return Requests([*receiving, *(self._comm.isend(send, dest, 0) for dest in self._order)])
 
     def close(self) -> None:
+        """Collective if `owned`. Release the neighbourhood; no exchange may be in flight."""
         if self._owned:
             self._comm.close()
 

@@ -12,7 +12,6 @@ from comm.dtypes import DTYPES
 from harness.cases import each
 from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.communicator import ANY, TAG_LIMIT
-from hpcdist.comm.mpi.messages import MpiLibraryCalls
 from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.errors import (
     CheckpointError,
@@ -167,8 +166,8 @@ def test_counts_that_mpi_has_no_number_for_are_carried_by_a_type_or_in_parts(ran
         ]
         of_all = torch.stack([numbered(count, torch.int16, rank) for rank in range(comm.size)])
         shown, swapped = torch.zeros_like(of_all).view(-1), torch.zeros_like(of_all).view(-1)
-        MpiLibraryCalls(comm).all_gather(shown, own)
-        MpiLibraryCalls(comm).all_to_all(swapped, own.repeat(comm.size))
+        comm.all_gather(shown, own)
+        comm.all_to_all(swapped, own.repeat(comm.size))
         assert torch.equal(shown, of_all.view(-1)) and torch.equal(swapped, of_all.view(-1))
         around, received = comm.neighbourhood([before], [after]), torch.zeros_like(own)
         around.start(own, received).wait()

@@ -15,7 +15,7 @@ from hpcdist.collectives.calls.across_nodes import PACKET_BYTES, slots_across_no
 from hpcdist.collectives.calls.agreement import NONE, exchange_lengths, fingerprint_of, refuse, shape_numbers
 from hpcdist.collectives.calls.by_library import SUMMED, CallsByLibrary
 from hpcdist.collectives.calls.exchange import SLOT_BYTES, Consume, Copies, Exchange, MessageExchange, SlotExchange
-from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, TriedCall, remember
+from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, SlotCall, fastest_of, remember
 from hpcdist.collectives.calls.reduction import OPERATIONS, Reduce, reduction
 from hpcdist.collectives.calls.tensors import (
     Tensors,
@@ -407,7 +407,7 @@ class Collectives:
             if of_shape is None or not all(tensor.is_cpu for tensor in tensors):
                 return False
             prepared, otherwise = of_shape
-            bound = prepared.bound(*tensors)
+            bound = prepared.bound(*tensors) if isinstance(prepared, SlotCall) else None
             if bound is not None:
                 remember(self._by_address, address, (bound, otherwise))
             with self._counted:
@@ -428,7 +428,7 @@ class Collectives:
             calls = [getattr(provider, call)(fingerprint, dtype, count, *details) for provider in providers]
             if len(calls) > 1:
                 trial = self._trials.setdefault((call, n_bytes.bit_length()), Trial(self.comm, len(calls), TRIALS))
-                calls = [TriedCall(calls, trial)]
+                calls = [fastest_of(calls, trial)]
             remember(self._by_fingerprint, fingerprint, calls[0])
         return self._by_fingerprint[fingerprint]
 

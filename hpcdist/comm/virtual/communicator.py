@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -11,11 +11,9 @@ from torch import Tensor
 
 from hpcdist.comm.capabilities import Failures, Platform, Trace
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.messages import Messages, check_graph
 from hpcdist.comm.transfer import (
     ANY,
     Envelope,
-    Neighbourhood,
     Request,
     Traffic,
     addable,
@@ -143,11 +141,6 @@ class VirtualCommunicator(Communicator):
             return None
         group, rank = result
         return VirtualCommunicator(group, rank, self.failures.deadline_s, traffic)
-
-    def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
-        check_graph(self, sources, destinations)
-        channel = self.split(0, traffic=self._traffic)  # no other messages are sent on it
-        return Messages(channel, sources, destinations, owned=True)
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         return self.memory.window(count, dtype)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.capabilities import DEADLINE_S, Failures, Platform, RankMemory, Trace
-from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.messages import Requests
+from hpcdist.comm.communicator import Communicator, Requests
 from hpcdist.comm.transfer import (
     ANY,
     Envelope,

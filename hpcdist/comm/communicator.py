@@ -27,7 +27,7 @@ from hpcdist.errors import CommunicationError, HpcdistError, MismatchError
 
 __all__ = [
     "ANY", "TAG_LIMIT", "Communicator", "Envelope", "Failures", "Memory", "Neighbourhood", "Platform", "Put",
-    "RankMemory", "Request", "Requests", "Trace", "Traffic", "Window", "check_flat",
+    "RankMemory", "Request", "Trace", "Traffic", "Window", "check_flat",
 ]  # fmt: skip
 T = TypeVar("T")
 C = TypeVar("C", bound="Communicator")
@@ -178,7 +178,7 @@ class Communicator(abc.ABC):
 
         Both lists hold distinct ranks, without this rank. If rank a sends to rank b, then a must be a source of b.
         """
-        check_graph(self, sources, destinations)
+        _check_graph(self, sources, destinations)
         channel = self.split(0, traffic=self.trace.traffic)  # no other messages are sent on it
         return Neighbourhood(channel, sources, destinations, owned=True)
 
@@ -294,7 +294,7 @@ class Requests(Request):
             request.wait()
 
 
-def check_graph(comm: Communicator, sources: Sequence[int], destinations: Sequence[int]) -> None:
+def _check_graph(comm: Communicator, sources: Sequence[int], destinations: Sequence[int]) -> None:
     """Collective. Check that the sources and destinations of all ranks match; raise on all ranks otherwise."""
     gathered = comm.gather([list(sources), list(destinations)])
     alive_lists = {rank: gathered[rank] for rank in comm.failures.alive}

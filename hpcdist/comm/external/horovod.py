@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hpcdist.comm.external.base import OtherLibrary
+from hpcdist.comm.external.base import OtherLibrary, environment
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.library import loaded_here
 from hpcdist.errors import CommunicationError, ConfigError
@@ -115,7 +113,7 @@ class Running:
     def _start(self) -> None:
         """Start Horovod with the current process sets."""
         sets = {ranks: self.hvd.ProcessSet(list(ranks)) for ranks in self._groups}
-        with _variables(self.tuning.variables()):
+        with environment(self.tuning.variables()):  # Horovod reads its settings only from there
             self.hvd.init(comm=self.comm.mpi, process_sets=list(sets.values()))
         self._groups = sets
 
@@ -185,21 +183,6 @@ def release() -> None:
         _running.users -= 1
         if _running.users == 0 and _running.close():
             _running = None
-
-
-@contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Context with these environment variables: Horovod reads its settings only from there."""
-    saved = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 SUMMED = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)

@@ -76,9 +76,11 @@ class VirtualCommunicator(Communicator):
         check_source_and_tag(source, tag, self.size)
         arrivals, awaited = self._member.arrivals, self._member.describe(source, tag)
         with self._member.counted("waiting_s"):
-            if block:
-                arrivals.await_message(source, tag, awaited, self.failures.deadline_s)
-            elif arrivals.find(source, tag) is None:
+            if arrivals.find(source, tag) is not None:
+                pass
+            elif block:
+                arrivals.block((source, tag), awaited, self.failures.deadline_s)
+            else:
                 self.clock.poll(self._member.me, (self, source, tag), awaited)
         message = arrivals.find(source, tag)
         return None if message is None else Envelope(message.source, message.tag, message.data.nbytes)
@@ -220,8 +222,9 @@ class ReceiveRequest(Request):
 
     def wait(self) -> None:
         self._member.enter()
-        with self._member.counted("communicating_s"):
-            self._arrivals.await_receive(self._posted, self._awaits(), self._member.failures.deadline_s)
+        if self._posted.message is None:
+            with self._member.counted("communicating_s"):
+                self._arrivals.block(self._posted, self._awaits(), self._member.failures.deadline_s)
         self._copy()
 
     def _awaits(self) -> str:

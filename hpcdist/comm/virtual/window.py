@@ -15,6 +15,7 @@ equal length is torn, so tests detect code that relies on consistent reads. A tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
@@ -35,16 +36,11 @@ class Exposed:
         self.tensor, self.owner = tensor.detach(), owner
         self._waiters: list[Waiter] = []
 
-    def changed(self, first: int, stop: int) -> None:
-        """Wake waiters whose predicate is now true; elements [first, stop) may have changed."""
+    def changed(self, first: float = -math.inf, stop: float = math.inf) -> None:
+        """Wake waiters whose predicate is now true; elements [first, stop), by default any, may have changed."""
         for waiter in tuple(self._waiters):
             if waiter.first < stop and first < waiter.stop:
                 waiter.check()
-
-    def check_all(self) -> None:
-        """Wake waiters whose predicate is now true; any element may have changed."""
-        for waiter in tuple(self._waiters):
-            waiter.check()
 
     def watch(self, waiter: Waiter) -> None:
         """Add a waiter; wake it immediately if its predicate is true."""

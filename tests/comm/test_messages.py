@@ -332,9 +332,6 @@ def test_ranks_of_one_machine_share_a_node_unless_told_otherwise(ranks):
         assert part.nodes == tuple(range(part.size)) and part.memory.internode in ("tcp", None)
         part.close()
         apart.close()
-        if comm.size > 1:
-            with pytest.raises(CommunicationError, match="must be on one node whose kernel allows"):
-                comm.apart("tcp").memory.attach(torch.zeros(1))
         with pytest.raises(CommunicationError, match=r"nodes must have one index for each of the \d ranks; got 0"):
             comm.apart(nodes=())
 
@@ -424,9 +421,6 @@ def test_attached_memory_is_read_and_written_in_place(ranks):
         for offset in (4, -1):
             with pytest.raises(CommunicationError, match=rf"within rank 0's 5 elements; got \[{offset}, "):
                 window.get(out, 0, offset)
-        for call in (lambda: window.fetch_add(1, 0), lambda: window.wait(bool), lambda: window.accumulate(out, 0)):
-            with pytest.raises(CommunicationError, match="an attached window must be used for get and put only"):
-                call()
         comm.barrier()
         window.close()
 

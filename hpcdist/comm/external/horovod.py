@@ -117,11 +117,6 @@ class Running:
             self.hvd.init(comm=self.comm.mpi, process_sets=list(sets.values()))
         self._groups = sets
 
-    def horovod_ranks(self, world_ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Convert world ranks to Horovod's ranks; None if Horovod does not run on all of them."""
-        numbers = {rank: i for i, rank in enumerate(self.comm.platform.world_ranks)}
-        return tuple(sorted(numbers[r] for r in world_ranks)) if set(world_ranks) <= set(numbers) else None
-
     def group(self, ranks: tuple[int, ...]) -> Any:
         """Return the process set of all ranks, or of a group that was added by `add`."""
         return self.hvd.global_process_set if len(ranks) == self.comm.size else self._groups[ranks]
@@ -164,8 +159,9 @@ def join(comm: MpiCommunicator, tuning: Tuning) -> tuple[Running, tuple[int, ...
             f"Horovod's settings must be the same for all objects in this process, {_running.tuning}; got {tuning}. "
             "Use the same settings everywhere."
         )
-    ranks = _running.horovod_ranks(comm.platform.world_ranks)
-    if ranks is None:
+    number = {rank: i for i, rank in enumerate(_running.comm.platform.world_ranks)}
+    ranks = tuple(sorted(number[rank] for rank in comm.platform.world_ranks if rank in number))
+    if len(ranks) < comm.size:
         raise ConfigError(
             f"Horovod must run on all ranks that sum by it; it runs on {_running.comm.size} ranks, got a group of "
             f"{comm.size} with other ranks. Start with the largest group."

@@ -266,18 +266,17 @@ class MpiCommunicator(Communicator):
         members = sorted((choice[1], r) for r, choice in enumerate(choices) if choice and choice[0] == color)
         return self._derive_subset(mpi, [r for _, r in members], str(color), traffic)
 
-    def among(self, ranks: Sequence[int], name: str, deadline_s: float | None = None) -> MpiCommunicator:
+    def among(self, ranks: Sequence[int], name: str, deadline_s: float) -> MpiCommunicator:
         """Collective among these ranks only. Create a communicator of them, in this order.
 
         Args:
             name: name in messages; unique among the communicators of these ranks.
-            deadline_s: time limit of the call; by default this communicator's.
+            deadline_s: time limit of the call.
         """
-        limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
         everyone = self.mpi.Get_group()
         group = everyone.Incl(list(ranks))
         what = f"the start of a group of ranks {', '.join(map(str, ranks))}, {name},"
-        with self.calls.blocked(what, ALL_RANKS, limit_s, ranks):
+        with self.calls.blocked(what, ALL_RANKS, deadline_s, ranks):
             mpi = self.mpi.Create_group(group, zlib.crc32(name.encode()) % TAG_LIMIT)
         group.Free()
         everyone.Free()

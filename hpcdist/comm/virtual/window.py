@@ -26,7 +26,7 @@ from hpcdist.comm.transfer import addable, check_flat
 from hpcdist.comm.virtual.clock import VirtualRank
 from hpcdist.comm.virtual.group import Member
 from hpcdist.comm.virtual.network import Path
-from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count, refuse_attached
+from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count
 
 
 class Exposed:
@@ -191,8 +191,6 @@ class VirtualWindow(VirtualMemory, Window):
 
 class VirtualAttached(VirtualMemory):
     """Existing tensors of virtual ranks, attached for get and put."""
-
-    accumulate = fetch_add = compare_and_swap = wait = refuse_attached
 
     def close(self) -> None:
         self._member.enter()

@@ -28,7 +28,7 @@ READING = "reading runs"
 REFERENCE = "allreduce"  # default strategy that others are compared with
 # Names of a script's arguments that only say where it writes.
 CHECKPOINTS = re.compile(r"(checkpoint|ckpt)(s|s?[_-]?(dir|directory|folder|path))")
-WRITTEN = re.compile(rf"(out|output|save|log|result|run)s?([_-]?(dir|directory|folder|path|file))?|{CHECKPOINTS.pattern}")
+WRITTEN = re.compile(rf"(out|output|save|log|result|run)s?([_-]?(dir|folder|path|file))?|{CHECKPOINTS.pattern}")
 
 
 class RunCurves(NamedTuple):
@@ -290,7 +290,7 @@ def _settings(runs: Sequence[RunResult]) -> dict[str, dict[Path, str]]:
 
 
 def _is_naming(key: str, values: Mapping[Path, str], runs: Sequence[RunResult]) -> bool:
-    """Return whether a setting tells groups apart: no path to write to, nor an argument with the strategy or the seed."""
+    """Return whether a setting tells groups apart: no path to write to, nor the strategy or seed again."""
     argument = key.removeprefix("arguments.")
     if argument == key:
         return True

@@ -63,7 +63,8 @@ class _Loop:
         adamw = torch.optim.AdamW(self.model.parameters())
         self.optimizer = hd.DistributedOptimizer(adamw, self.model, strategy=strategy)
         self.x, self.y = torch.randn(BATCH, widths[0]), torch.randint(widths[-1], (BATCH,))
-        self.folder, self.state = folder / "checkpoints", {"model": self.model, "optimizer": self.optimizer}
+        self.folder = folder / "checkpoints"
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.columns = {"bytes": 3 * perceptron_bytes(widths)}
         self.train()  # AdamW's moments exist from the first step on
 
@@ -106,7 +107,7 @@ def _loading(comm: Communicator, strategy: str, folder: Path) -> Sides:
 
 def _training(comm: Communicator, strategy: str, folder: Path) -> Sides:
     loop = _Loop(comm, strategy, STEPS, folder / "steps")
-    thens: dict[str, Any] = {
+    thens: dict[str, Callable[[], object] | None] = {
         "steps": None,
         "steps_saving": loop.save,
         "steps_saving_in_background": partial(loop.save, background=True),

@@ -159,7 +159,7 @@ def loader(
 def checkpoint(
     rounds: Rounds = 9,
     folder: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where the files are written. Default: the temporary folder.")
+        Path | None, typer.Option(metavar="FOLDER", help="Where files are made. Default: the temporary folder.")
     ] = None,
     json_path: Json = None,
 ) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hpcdist as hd
-from benchmarks import compress as coding
 from benchmarks import checkpoint, loader, pipeline
+from benchmarks import compress as coding
 from benchmarks import train as training
 from benchmarks.runner import peak_bytes
 from hpcdist import compress, strategies

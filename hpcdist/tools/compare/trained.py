@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist import strategies
-from hpcdist.config import JobConfig, load, optimizers
 from hpcdist.config.files import neighbours
-from hpcdist.config.optimizer import OWN_RATES
+from hpcdist.config.job import JobConfig
+from hpcdist.config.merge import load
+from hpcdist.config.optimizer import OWN_RATES, optimizers
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.tools import baselines
 from hpcdist.tools.compare.experiment import Comparison, Sweep

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pandas import DataFrame, Index
 
-from hpcdist.config import differing
+from hpcdist.config.merge import differing
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Evaluation
 from hpcdist.tools.runs import COMPARISON, SWEEP, Run, Steps, find_runs, read_comparison

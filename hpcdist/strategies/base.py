@@ -15,7 +15,7 @@ from torch import Tensor
 from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.chunks import some_values
 from hpcdist.comm.communicator import Communicator, Traffic
-from hpcdist.config import Settings
+from hpcdist.config.settings import Settings
 from hpcdist.errors import ConfigError, RankFailedError, refuse_former
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values

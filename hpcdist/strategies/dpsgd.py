@@ -16,7 +16,7 @@ from hpcdist import compress
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.compress import CompressionConfig, spans
 from hpcdist.compress.coding.reduction import TAG, join_messages, receive, split_message
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import WIDE
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Outcome, Strategy, Update

@@ -15,7 +15,7 @@ import pytest
 
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import load
+from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, DataError, RunError
 from hpcdist.records import load_summary, read_evaluations
 from hpcdist.tools.compare import folder, study, trials

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
+from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError, require_packages
 from hpcdist.records import Summary, drop_partial_line, load_summary, locked, making, read_evaluations
 from hpcdist.tools.compare import folder

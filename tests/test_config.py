@@ -14,23 +14,10 @@ from hypothesis import strategies as st
 from pydantic import Field, field_validator, model_validator
 
 from harness.cases import each
-from hpcdist.config import (
-    JobConfig,
-    Named,
-    OptimizerConfig,
-    Option,
-    ScheduleConfig,
-    Settings,
-    changes,
-    describe,
-    describe_changes,
-    differences,
-    fingerprint,
-    load,
-    optimizers,
-    schedules,
-    without_changeable,
-)
+from hpcdist.config.job import JobConfig
+from hpcdist.config.merge import changes, describe_changes, differences, fingerprint, load
+from hpcdist.config.optimizer import OptimizerConfig, ScheduleConfig, optimizers, schedules
+from hpcdist.config.settings import Named, Option, Settings, describe, without_changeable
 from hpcdist.errors import ConfigError, UnknownNameError, suggestion
 
 
@@ -71,14 +58,6 @@ def message(**values) -> str:
     with pytest.raises(ConfigError) as caught:
         Outer(**values)
     return str(caught.value)
-
-
-def test_what_needs_torch_is_loaded_when_it_is_asked_for():
-    import hpcdist.config
-
-    assert {"JobConfig", "Settings"} <= set(hpcdist.config.__all__) and hpcdist.config.JobConfig is JobConfig
-    with pytest.raises(AttributeError, match="module 'hpcdist.config' has no attribute 'Jobs'"):
-        hpcdist.config.Jobs  # noqa: B018
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

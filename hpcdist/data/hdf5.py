@@ -138,6 +138,10 @@ class HDF5Dataset(Dataset):
         with HDF5Dataset(self.path, self.split, columns=("y",)) as dataset:
             return dataset.batch(np.arange(len(self)))[1].numpy()
 
+    def stored_labels(self) -> Tensor | None:
+        """Return y of all samples if it is one integer for each, else None."""
+        return torch.from_numpy(self.labels()) if not (self.y_shape or self.y_dtype.is_floating_point) else None
+
     @property
     def checksum(self) -> str:
         """Return a checksum of the samples as they are read, whatever file they lie in.

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from harness.cases import each
-from hpcdist.config import describe
+from hpcdist.config.settings import describe
 from hpcdist.errors import ConfigError
 from hpcdist.tools.slurm.spec import JobSpec, Shape, Site, load_spec, sites
 

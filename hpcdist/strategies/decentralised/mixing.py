@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator, Neighbourhood, Request
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import groups

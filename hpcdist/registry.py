@@ -119,14 +119,24 @@ class Catalogue:
         def open_file() -> Any:
             module = load_module(path)
             if not hasattr(module, member):
-                known = [member_name for member_name in vars(module) if not member_name.startswith("_")]
+                fitting = [known for known, value in vars(module).items() if self._fits(module, known, value)]
                 raise ConfigError(
-                    f"{self.setting} must be defined in {file}; got {member!r}, which is not."
-                    f"{suggestion(member, known)}"
+                    f"{self.setting} must be defined in {file}, which has {', '.join(fitting) or 'none'}; got "
+                    f"{member!r}.{suggestion(member, fitting)}"
                 )
             return getattr(module, member)
 
         return Origin(name, open_file)
+
+    def _fits(self, module: ModuleType, name: str, value: Any) -> bool:
+        """Return whether a file's member is such a plug-in: its own, not one that it imports."""
+        if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+            return False
+        try:
+            self.take(value, name, name)
+        except ConfigError:
+            return False
+        return True
 
     def _import_origin(self, name: str, origin: Origin) -> Any:
         """Imports a plug-in. If one from outside hpcdist raises an exception, ConfigError names it."""

@@ -82,7 +82,7 @@ def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return _parse_toml(read_bounded(path).decode())
+        return tomllib.loads(read_bounded(path).decode())
     except FileNotFoundError:
         raise ConfigError(f"configuration file must exist; got {path}. Check the path.") from None
     except OSError as error:
@@ -93,29 +93,8 @@ def _read(path: Path) -> dict[str, Any]:
         line = re.search(r"line (\d+)", str(error))
         where = f"{path}:{line[1]}" if line else str(path)
         raise ConfigError(f"{where} must be TOML; got an error: {error}. Strings need quotes there.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # too many digits, or nested too deep for Python
         raise ConfigError(f"{path} must be TOML; got an error: {error}. Write simpler values.") from None
-
-
-def _parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; raise ValueError also where an integer has more than 64 bits, or values are nested too deep."""
-    try:
-        table = tomllib.loads(text)
-        _check_integers(table)
-    except tomllib.TOMLDecodeError:
-        raise
-    except RecursionError:
-        raise ValueError("values are nested too deep") from None
-    except ValueError:  # by Python, where decimal digits are too many for it
-        raise ValueError("an integer has more than 64 bits") from None
-    return table
-
-
-def _check_integers(value: Any) -> None:
-    if isinstance(value, int) and value.bit_length() > 64:
-        raise ValueError
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_integers(item)
 
 
 def _set(table: dict[str, Any], override: str) -> None:
@@ -139,12 +118,12 @@ def _set(table: dict[str, Any], override: str) -> None:
 def _parse(text: str, override: str) -> Any:
     """Return the value of a flag; the text itself if it is a bare word."""
     try:
-        parsed = _parse_toml(f"value = {text}")
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
         if text.startswith(_OPENERS):
             raise ConfigError(f"--set {override}: the value must be TOML or a bare word; got {error}.") from None
         return text
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--set {override:.60}: the value must be TOML or a bare word; got {error}.") from None
     # A text of several lines may parse as several keys, and a date as a date; both must be strings here.
     value = parsed["value"]

@@ -211,7 +211,9 @@ def _explain(model: type[Settings], detail: ErrorDetails, where: str) -> tuple[s
         parent, _, owner = _locate(model, loc[:-1], where)
         known = sorted(_settings_in(owner).model_fields)  # type: ignore[union-attr]
         name = str(loc[-1])
-        rule = f"must be one of {', '.join(known)}; got {name!r}.{suggestion(name, known)}"
+        elsewhere = [option.key for option in describe(model, where) if option.key.endswith(f".{name}")]
+        close = f" Did you mean {' or '.join(elsewhere)}?" if elsewhere else suggestion(name, known)
+        rule = f"must be one of {', '.join(known)}; got {name!r}.{close}"
         return f"{parent} setting".strip(), rule, ""
     key, field, _ = _locate(model, loc, where)
     if kind == "missing":

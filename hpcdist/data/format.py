@@ -74,7 +74,7 @@ class Column:
     shape: tuple[int, ...]  # of one sample
     dtype: np.dtype  # as stored
     chunk_samples: int
-    chunk_offsets: np.ndarray | None  # bytes from the start of the file; None if only HDF5 can read the chunks
+    offset: int | None  # of the first sample in the file, see `array_offset`
 
     @property
     def sample_bytes(self) -> int:
@@ -82,12 +82,8 @@ class Column:
 
     @property
     def end_bytes(self) -> int:
-        """The end of the last sample, in bytes from the start of the file; 0 if the offsets are not known."""
-        if self.chunk_offsets is None:
-            return 0
-        in_chunk = np.full(len(self.chunk_offsets), self.chunk_samples)
-        in_chunk[-1] = self.samples - self.chunk_samples * (len(in_chunk) - 1)  # the last chunk may be incomplete
-        return int((self.chunk_offsets + in_chunk * self.sample_bytes).max())
+        """The end of the last sample, in bytes from the start of the file; 0 if the offset is not known."""
+        return 0 if self.offset is None else self.offset + self.samples * self.sample_bytes
 
 
 @dataclass(frozen=True)
@@ -181,8 +177,8 @@ def _read_column(file: h5py.File, path: str, name: str) -> Column:
         raise damage(path, f"has shape {dataset.shape} in {name}, which must be (samples, ...) with no dimension of 0")
     n_bytes = math.prod(dataset.shape[1:] if name.endswith("x") else dataset.shape) * dataset.dtype.itemsize
     require_memory(path, n_bytes, f"a sample of {name}" if name.endswith("x") else name)
-    offsets = chunk_offsets(dataset)
-    column = Column(name, len(dataset), dataset.shape[1:], dataset.dtype, samples_per_chunk(dataset), offsets)
+    chunk_samples, offset = samples_per_chunk(dataset), array_offset(dataset)
+    column = Column(name, len(dataset), dataset.shape[1:], dataset.dtype, chunk_samples, offset)
     if column.end_bytes > os.path.getsize(path):
         raise damage(path, f"is truncated: {name} should reach byte {column.end_bytes} of {os.path.getsize(path)}")
     return column
@@ -229,28 +225,21 @@ def samples_per_chunk(dataset: h5py.Dataset) -> int:
     return preferred_chunk_samples(dataset.dtype.itemsize * math.prod(dataset.shape[1:]), len(dataset))
 
 
-def chunk_offsets(dataset: h5py.Dataset) -> np.ndarray | None:
-    """Return for each chunk of `samples_per_chunk` samples its offset in the file, in bytes: int64, in order.
+def array_offset(dataset: h5py.Dataset) -> int | None:
+    """Return the first sample's offset in the file, in bytes, if the samples are one array there, as `create` writes.
 
-    None if only HDF5 can read the values: they are compressed, split along another dimension, stored elsewhere or never
-    written, or HDF5 does not know the offsets.
+    None if only HDF5 can read the values: they are compressed, in scattered chunks, stored elsewhere, never written...
     """
     if dataset.file.driver != "sec2" or dataset.file.userblock_size or dataset.is_virtual or dataset.external:
         return None
-    chunk_samples = samples_per_chunk(dataset)
-    chunk_bytes = chunk_samples * dataset.dtype.itemsize * math.prod(dataset.shape[1:])
-    chunks = -(-len(dataset) // chunk_samples)
     if not dataset.chunks:
-        start = dataset.id.get_offset()
-        return None if start is None else start + chunk_bytes * np.arange(chunks)
+        return dataset.id.get_offset()
+    length = dataset.chunks[0]
+    count, chunk_bytes = -(-len(dataset) // length), math.prod(dataset.chunks) * dataset.dtype.itemsize
     plain = dataset.id.get_create_plist().get_nfilters() == 0 and dataset.chunks[1:] == dataset.shape[1:]
-    if not plain or not hasattr(dataset.id, "chunk_iter") or dataset.id.get_num_chunks() != chunks:
+    if not plain or not hasattr(dataset.id, "chunk_iter") or dataset.id.get_num_chunks() != count:
         return None  # HDF5 before 1.12.3 can't iterate
-    offsets = np.full(chunks, -1, dtype=np.int64)
-
-    def note(chunk: Any) -> None:
-        if chunk.size == chunk_bytes:
-            offsets[chunk.chunk_offset[0] // chunk_samples] = chunk.byte_offset
-
-    dataset.id.chunk_iter(note)
-    return None if (offsets < 0).any() else offsets
+    offsets: dict[int, int] = {}  # by number of the chunk
+    dataset.id.chunk_iter(lambda chunk: offsets.update({chunk.chunk_offset[0] // length: chunk.byte_offset}))
+    is_array = all(offset == offsets[0] + number * chunk_bytes for number, offset in offsets.items())
+    return offsets[0] if is_array else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,7 @@ class HDF5Dataset(Dataset):
     """One split of a file that `create` wrote: (x, y) tensors by index, or many at once by `batch`.
 
     The constructor reads and checks the header. Each process opens the data at its first access: by a memory map if the
-    chunks are stored without filters, through HDF5 if they are compressed or `mpi_comm` is in use. So an instance may
+    samples are one array in the file, through HDF5 if they are compressed or `mpi_comm` is in use. So an instance may
     be pickled, and used in DataLoader's workers under fork and spawn. If everything is mapped, the HDF5 file is closed
     after the header is read, and no lock remains.
 
@@ -138,6 +138,10 @@ class HDF5Dataset(Dataset):
         with HDF5Dataset(self.path, self.split, columns=("y",)) as dataset:
             return dataset.batch(np.arange(len(self)))[1].numpy()
 
+    def stored_labels(self) -> Tensor | None:
+        """Return y of all samples if it is one integer for each, else None."""
+        return torch.from_numpy(self.labels()) if not (self.y_shape or self.y_dtype.is_floating_point) else None
+
     @property
     def checksum(self) -> str:
         """Return a checksum of the samples as they are read, whatever file they lie in.
@@ -210,7 +214,7 @@ class HDF5Dataset(Dataset):
                 ) from None
 
     def _is_mapped(self, column: Column) -> bool:
-        return self._memory_map and column.chunk_offsets is not None
+        return self._memory_map and column.offset is not None
 
 
 @lru_cache(maxsize=64)  # virtual ranks share a process
@@ -269,7 +273,7 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 # --- samples by index, in any order and repeatedly --------------------------------------------------------------------
 class MappedRows:
-    """Samples in a memory map, at the offsets that HDF5 has reported for the chunks.
+    """Samples that are one array in a memory map.
 
     The file's length is checked before each batch. If somebody truncates the file while a batch is copied, the process
     still dies of SIGBUS, as with every memory map; `create` replaces files by a rename, which is harmless.
@@ -277,51 +281,19 @@ class MappedRows:
 
     def __init__(self, column: Column, memory: mmap.mmap, path: Path):
         self._column, self._memory, self._path = column, memory, path
-        self._end_bytes = column.end_bytes
-        self._sample = np.dtype((np.void, column.sample_bytes))  # a sample may lie at any address
-        self._offsets = offsets = cast(np.ndarray, column.chunk_offsets)
-        chunk_bytes = column.chunk_samples * column.sample_bytes
-        self._take: Callable[[np.ndarray], np.ndarray]
-        if (np.diff(offsets) == chunk_bytes).all():  # the usual case: the samples are one array
-            samples: np.ndarray = np.frombuffer(memory, self._sample, column.samples, int(offsets[0]))
-            self._take = lambda indices: self._values(samples.take(indices))
-        else:
-            self._take = self._take_windows
-            self._open_windows(memory)
+        sample = np.dtype((np.void, column.sample_bytes))  # a sample may lie at any address
+        self._samples = np.frombuffer(memory, sample, column.samples, cast(int, column.offset))
 
     def take(self, indices: np.ndarray) -> np.ndarray:
         """Copy the samples at `indices`; raise DataError if the file has become shorter."""
-        if (length := self._memory.size()) < self._end_bytes:  # the file's, not the map's
+        column = self._column
+        if (length := self._memory.size()) < column.end_bytes:  # the file's, not the map's
             raise damage(
                 self._path,
-                f"has become shorter while it was read: {self._column.name} reaches byte {self._end_bytes} of {length}",
+                f"has become shorter while it was read: {column.name} reaches byte {column.end_bytes} of {length}",
                 "Write it anew under another name, then rename it.",
             )
-        return self._take(indices)
-
-    def _open_windows(self, memory: mmap.mmap) -> None:
-        """View the map as an array of overlapping windows, each as long as a sample.
-
-        Windows start at the multiples of the greatest common divisor of all distances between samples, so that every
-        sample is one of them.
-        """
-        column, offsets = self._column, self._offsets
-        base = int(offsets.min())
-        grid = int(np.gcd.reduce(np.append(offsets - base, column.sample_bytes)))
-        self._chunk_windows: np.ndarray = (offsets - base) // grid  # the window at the start of each chunk
-        self._sample_windows = column.sample_bytes // grid
-        count = (column.end_bytes - base - column.sample_bytes) // grid + 1
-        self._windows: np.ndarray = np.ndarray((count,), self._sample, memory, offset=base, strides=(grid,))
-
-    def _take_windows(self, indices: np.ndarray) -> np.ndarray:
-        column = self._column
-        chunk, within = np.divmod(in_range(indices, column.samples), column.chunk_samples)
-        return self._values(self._windows[self._chunk_windows[chunk] + within * self._sample_windows])
-
-    def _values(self, samples: np.ndarray) -> np.ndarray:
-        """Return samples, an array of opaque bytes, as numbers in the shape of the column and in native byte order."""
-        column = self._column
-        values = samples.view(column.dtype).reshape(-1, *column.shape)
+        values = self._samples.take(indices).view(column.dtype).reshape(-1, *column.shape)
         return values if column.dtype.isnative else values.astype(column.dtype.newbyteorder("="))
 
 
@@ -339,7 +311,9 @@ class StoredRows:
 
     def take(self, indices: np.ndarray) -> np.ndarray:
         column = self._column
-        indices = in_range(indices, column.samples)
+        indices = np.where(indices < 0, indices + column.samples, indices)
+        if ((indices < 0) | (indices >= column.samples)).any():
+            raise IndexError(f"an index is out of bounds for {column.samples} samples")
         out = np.empty((len(indices), *column.shape), column.dtype.newbyteorder("="))
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
@@ -354,11 +328,3 @@ class StoredRows:
             return self._dataset[start:stop]
         except (OSError, RuntimeError) as error:
             raise damage(self._path, f"is corrupt in {self._column.name}[{start}:{stop}] ({error})") from error
-
-
-def in_range(indices: np.ndarray, samples: int) -> np.ndarray:
-    """Convert negative indices to 0..samples-1, as NumPy does; raise IndexError where one is out of bounds."""
-    indices = np.where(indices < 0, indices + samples, indices)
-    if ((indices < 0) | (indices >= samples)).any():
-        raise IndexError(f"an index is out of bounds for {samples} samples")
-    return indices

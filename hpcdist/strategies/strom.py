@@ -16,7 +16,7 @@ from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import ANY, Communicator, Request
 from hpcdist.compress import CompressionConfig, Feedback, only_used, spans
 from hpcdist.compress.coding.reduction import join_messages, split_message
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.errors import RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update

@@ -19,8 +19,7 @@ import typer
 
 from harness.cases import each
 from harness.launch import IMPORTS, SETTINGS, SITE, launch_environment, wait_until
-from hpcdist.config import load
-from hpcdist.config.merge import as_flags
+from hpcdist.config.merge import as_flags, load
 from hpcdist.errors import ConfigError, DataError, RunError
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, load_summary, record_path
 from hpcdist.tools import baselines, cli

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from harness.cases import each
-from hpcdist.config import JobConfig
 from hpcdist.config.files import imported_from_same_folder, load_function, neighbours
+from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError
 from hpcdist.train import accuracy, load_job, squared_error
 from hpcdist.train.job import create_data, prepare_data

@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hpcdist import session
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import JobConfig, StrategyConfig, optimizers
+from hpcdist.config.job import JobConfig, StrategyConfig
+from hpcdist.config.optimizer import optimizers
 from hpcdist.data.loader import Batch, Loader
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.faults.reporter import is_reporter

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pandas as pd
 from pandas import DataFrame
 
-from hpcdist.config import load
+from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import Summary, load_summary
 from hpcdist.tools import baselines, console, report

@@ -45,8 +45,14 @@ def watch(folder: Path, every_s: float, once: bool) -> bool:
         _watch_lines(watched, every_s)
     if not watched.abandoned:
         return True
-    count, ended = max(watched.planned, len(watched.runs), 1), sum(run.ended for run in watched.runs.values())
-    subject = "it has" if count == 1 else f"{count - ended} of {count} runs have"
+    unfinished = [run for run in watched.runs.values() if not run.ended]
+    if [run.state for run in unfinished] in (["interrupted"], ["failed"]):
+        if not watched.is_run or not (once or console.is_terminal):  # else it is in the drawing
+            error(f"{unfinished[0].folder} {unfinished[0].failure}")
+        return False
+    count = max(watched.planned, len(watched.runs), 1)
+    missing = count - len(watched.runs) + len(unfinished)
+    subject = "it has" if count == 1 else f"{missing} of {count} runs have"
     error(
         f"no process is running in {folder}, and {subject} no summary: see the messages of the run. Resume with the "
         "command that started it; for hpcdist train add --resume."

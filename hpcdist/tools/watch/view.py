@@ -205,6 +205,7 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
     steps = Steps(run.folder) if summary_only else run.steps
     totals, newest_sums = _sums(steps.frame), _sums(steps.recent)
     workers = totals.index[totals["samples"] > 0]  # servers, and all but one rank of a pipeline, record no samples
+    workers = workers if len(workers) else totals.index  # a loop without hd.shard
     overall, worker_totals, summary = totals.sum(), totals.loc[workers].sum(), run.summary
     newest_step = steps.recent.groupby("rank")["step"].last()
     last = run.evaluations[-1] if run.evaluations else None

@@ -51,6 +51,7 @@ def start_script(
     threads: int | None = None,
     label: bool = False,
     launcher: str | None = None,
+    argv: Sequence[str] = (),
 ) -> int:
     """Run a script on ranks with a launcher, and return its exit status; signals and input are passed on.
 
@@ -61,6 +62,7 @@ def start_script(
         threads: per rank; None: OMP_NUM_THREADS, or an equal share of a host's cores.
         label: print the rank before each line of output.
         launcher: command chosen by the user, see `find_launcher`.
+        argv: the command line, for the command that the ranks print to resume a run.
 
     Raises:
         ConfigError: script or launcher not found, or an option that this launcher lacks.
@@ -74,6 +76,7 @@ def start_script(
         threads = int(user_threads) if user_threads.isdigit() else max(1, cores // -(-ranks // nodes))
     crowded = nodes == 1 and ranks > cores
     environment = ranks_environment(unlaunched(variables), threads, crowded=crowded, bound=False)  # hd.init() binds
+    environment["HPCDIST_LAUNCH"] = shlex.join(["hpcdist", *argv[1 : len(argv) - len(script)]])
     command += [str(ranks), *_program(script, variables.get("PATH", ""))]
     return _run(command, environment, filters_stdout=re.search(HYDRA, version) is not None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from typing import Annotated
 
 import typer
@@ -47,5 +48,7 @@ def run(
             "-n must be the number of ranks to start; got none. There is no default: often it is the number of GPUs, "
             f"or of cores (here {len(os.sched_getaffinity(0))}). Write it as hpcdist run -n 4 {shlex.join(script)}."
         )
-    status = start_script(script, ranks, os.environ, hosts=hosts, threads=threads, label=label, launcher=launcher)
+    status = start_script(
+        script, ranks, os.environ, hosts=hosts, threads=threads, label=label, launcher=launcher, argv=sys.argv
+    )
     raise typer.Exit(status)

@@ -31,7 +31,8 @@ BLOCK = re.compile(
     rb"|\n?={60,}\n=   BAD TERMINATION OF [^\0]*?\n={60,}\n"
     rb"|YOUR APPLICATION TERMINATED WITH THE EXIT STRING.*\nThis typically .*\nPlease see the FAQ .*\n"
 )
-UNFINISHED = re.compile(rb"^(\n?[-=]{3,}(\n((prterun |=   BAD )[^\0]*)?)?|YOUR APPLICATION TERM[^\0]*)\Z", re.MULTILINE)
+# Hydra writes a rule in two pieces, of 50 characters and more.
+UNFINISHED = re.compile(rb"^(\n?[-=]{40,}(\n((prterun |=   BAD )[^\0]*)?)?|YOUR APPLICATION [^\0]*)\Z", re.MULTILINE)
 AS_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")  # for Open MPI
 HYDRA = "HYDRA|Intel"  # of MPICH and Intel MPI, in the output of `mpirun --version`
 # Options by that output: hosts, and the rank before each line of output.
@@ -164,8 +165,8 @@ def _print_output(child: Popen[bytes]) -> None:
             explained = explained or any(map(EXPLAINED.search, unprinted.values()))
             for target, output in unprinted.items():
                 output = without_block(output, True) if explained else output
-                unfinished = None if is_last else UNFINISHED.search(output)
-                end = unfinished.start() if unfinished else len(output)
+                held = None if is_last else BLOCK.search(output) or UNFINISHED.search(output)  # may be explained later
+                end = held.start() if held else len(output)
                 unprinted[target], output = output[end:], output[:end]
                 while output:
                     output = output[os.write(target, output) :]

@@ -102,7 +102,9 @@ class Communicator(abc.ABC):
         if isinstance(value, bytes):
             return list(self._gather(value))
         encoded = self._gather(json.dumps(value).encode())
-        values = {data: None if data is None else json.loads(data) for data in set(encoded)}
+        distinct = dict.fromkeys(encoded)
+        decoded = json.loads(b"[%s]" % b",".join(data or b"null" for data in distinct))  # much faster than one by one
+        values = dict(zip(distinct, decoded))
         return [values[data] for data in encoded]
 
     @abc.abstractmethod

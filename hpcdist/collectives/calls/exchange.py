@@ -1,4 +1,4 @@
-"""Exchange data between ranks in a collective call: through slots inside a node, by messages across nodes.
+"""Exchange data between ranks in a collective call, through slots inside a node and by messages across nodes.
 
 Each collective consists of one or both of two exchanges. `share`: a rank sends the same data to all receivers
 (all-gather, broadcast, gather, short all-reduces). `deal`: a rank has a different part for each rank (all-to-all,
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import TAG, Scratch
+from hpcdist.collectives.calls.tensors import DTYPES, type_of
 from hpcdist.comm.chunks import slices
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.slots import Slots
+from hpcdist.errors import MismatchError
 
 SLOT_BYTES = 1 << 21  # two slots per rank
 MESSAGE_BYTES = 1 << 22
@@ -87,6 +89,34 @@ class Exchange(abc.ABC):
             longest: number of elements of the longest part of any rank, known to all ranks.
             consume: as for `share`.
         """
+
+    def lengths(
+        self, call: str, dtype: torch.dtype, root: int, sent: Sequence[int], expected: Sequence[int]
+    ) -> list[list[int]]:
+        """Collective. Gather the lengths of all parts; raise MismatchError if senders and receivers disagree.
+
+        Args:
+            sent: number of elements that this rank sends to each rank, or NONE; empty if it sends nothing.
+            expected: number of elements that it expects from each rank, or NONE; empty if it receives nothing.
+
+        Returns:
+            lengths[source][dest]: number of elements.
+        """
+        size, nothing = self.size, [NONE] * self.size
+        row = [CALLS.index(call), _NUMBERS[dtype], root, *(sent or nothing), *(expected or nothing)]
+        rows = [tensor.tolist() for tensor in self.all_gather(torch.tensor(row))]
+        if len({tuple(other[:3]) for other in rows}) != 1:
+            refuse(self.comm, call, f"{type_of(dtype)}, root {root}")
+        sent_by, expected_by = [other[3 : 3 + size] for other in rows], [other[3 + size :] for other in rows]
+        for source in range(size):
+            for dest in range(size):
+                if sent_by[source][dest] != expected_by[dest][source]:
+                    raise MismatchError(
+                        f"{call}: a tensor must have the same length on sender and receiver; got "
+                        f"{_count(sent_by[source][dest])} on rank {source} for rank {dest}, which expects "
+                        f"{_count(expected_by[dest][source])}. Check the shapes on both ranks."
+                    )
+        return [[max(0, length) for length in row] for row in sent_by]
 
     def close(self) -> None:
         """Release the memory of the exchange."""
@@ -231,3 +261,47 @@ class MessageExchange(Exchange):
     def close(self) -> None:
         if self._slots is not None:
             self._slots.close()
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+CALLS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"),
+    *("barrier",),
+)
+NONE = -1  # length of a part that is neither sent nor received
+_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+def fingerprint_of(call: str, dtype: torch.dtype, *more: int) -> int:
+    """Hash everything that must be the same on all ranks in a call into one integer. Never 0."""
+    return hash((CALLS.index(call), _NUMBERS[dtype], *more)) or 1
+
+
+def shape_numbers(tensors: Sequence[Tensor]) -> list[int]:
+    """Encode shapes as one list of integers, different for different shapes."""
+    return [number for tensor in tensors for number in (tensor.dim(), *tensor.shape)]
+
+
+def refuse(comm: Communicator, call: str, detail: str | int, *tensors: Tensor) -> None:
+    """Collective, once all ranks know that their calls differ. Raise MismatchError with each rank's call.
+
+    Args:
+        detail: the operation, or the root.
+        tensors: the local tensors.
+    """
+    described = [f"{type_of(tensor.dtype)} {tuple(tensor.shape)}" for tensor in tensors]
+    described.append(f"root {detail}" if isinstance(detail, int) else detail)
+    text = f"{call}: {', '.join(filter(None, described))}".rstrip(": ")
+    ranks_of: dict[str, list[int]] = {}
+    for rank, other in enumerate(comm.gather(text)):
+        ranks_of.setdefault(other, []).append(rank)
+    differ = "; ".join(f"{other} on {_named(ranks)}" for other, ranks in ranks_of.items())
+    raise MismatchError(f"all ranks must make the same collective call; got {differ}. Check the call on each rank.")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _count(length: int) -> str:
+    return "nothing" if length == NONE else f"{length} elements"

@@ -12,10 +12,27 @@ from torch import Tensor
 from hpcdist.collectives import load
 from hpcdist.collectives.base import AllReduce, chunks
 from hpcdist.collectives.calls.across_nodes import PACKET_BYTES, slots_across_nodes
-from hpcdist.collectives.calls.agreement import NONE, exchange_lengths, fingerprint_of, refuse, shape_numbers
-from hpcdist.collectives.calls.by_library import SUMMED, CallsByLibrary
-from hpcdist.collectives.calls.exchange import SLOT_BYTES, Consume, Copies, Exchange, MessageExchange, SlotExchange
-from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, SlotCall, fastest_of, remember
+from hpcdist.collectives.calls.exchange import (
+    NONE,
+    SLOT_BYTES,
+    Consume,
+    Copies,
+    Exchange,
+    MessageExchange,
+    SlotExchange,
+    fingerprint_of,
+    refuse,
+    shape_numbers,
+)
+from hpcdist.collectives.calls.prepared import (
+    SUMMED,
+    CallsByLibrary,
+    PreparedCall,
+    PreparedCalls,
+    SlotCall,
+    fastest_of,
+    remember,
+)
 from hpcdist.collectives.calls.reduction import OPERATIONS, Reduce, reduction
 from hpcdist.collectives.calls.tensors import (
     Tensors,
@@ -252,7 +269,7 @@ class Collectives:
         with for_each_rank(self.comm, out, "out", here=self.rank == root) as (parts, _):
             sent = [tensor.numel() if rank == root else NONE for rank in self._everyone]
             expected = [len(part) for part in parts]
-            counts = exchange_lengths(self.comm, self._exchange, "gather", tensor.dtype, root, sent, expected)
+            counts = self._exchange.lengths("gather", tensor.dtype, root, sent, expected)
             of_root = [row[root] for row in counts]
             with flattened(self.comm, tensor, write=False) as local:
                 self._exchange.share(0, local, of_root, Copies(parts), self._everyone, [root])
@@ -268,7 +285,7 @@ class Collectives:
         with for_each_rank(self.comm, inputs, "inputs", write=False, here=self.rank == root) as (parts, _):
             sent = [len(part) for part in parts]
             expected = [out.numel() if rank == root else NONE for rank in self._everyone]
-            lengths = exchange_lengths(self.comm, self._exchange, "scatter", out.dtype, root, sent, expected)[root]
+            lengths = self._exchange.lengths("scatter", out.dtype, root, sent, expected)[root]
             with flattened(self.comm, out) as flat:
                 # On ranks other than root `local` only has the dtype.
                 local, counts = parts or [flat] * self.size, [lengths[self.rank]] * self.size
@@ -313,7 +330,7 @@ class Collectives:
         ):
             expected, dtype = [len(part) for part in outs], outs[0].dtype
             sent = [len(part) for part in local]
-            counts = exchange_lengths(self.comm, self._exchange, "all_to_all", dtype, 0, sent, expected)
+            counts = self._exchange.lengths("all_to_all", dtype, 0, sent, expected)
             self._exchange.deal(0, local, expected, max(map(max, counts)), Copies(outs), self._everyone)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:

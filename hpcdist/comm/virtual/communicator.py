@@ -22,9 +22,8 @@ from hpcdist.comm.transfer import (
     check_source_and_tag,
     check_tag,
 )
-from hpcdist.comm.virtual.collectives import children, sum_in_rank_order
 from hpcdist.comm.virtual.compute import at_least_0, require
-from hpcdist.comm.virtual.group import Group, Member, Message, Receive
+from hpcdist.comm.virtual.group import Group, Member, Message, Receive, children, sum_in_rank_order
 from hpcdist.comm.virtual.queue import VirtualQueue
 from hpcdist.comm.virtual.window import VirtualMemory, VirtualRankMemory
 from hpcdist.comm.window import Put, Window

@@ -22,15 +22,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.attached import find_nodes
 from hpcdist.comm.mpi.calls import ALL_RANKS, ANY_RANK, BROADCAST, Call, FaultTolerance, clock, world_ranks
 from hpcdist.comm.mpi.library import end, version
-from hpcdist.comm.mpi.messages import (
-    NUMBERS,
-    SENDING,
-    SUMMED,
-    MpiRequest,
-    Staging,
-    memory_at,
-    numbers,
-)
+from hpcdist.comm.mpi.messages import NUMBERS, SENDING, SUMMED, MpiRequest, Staging, memory_at
 from hpcdist.comm.mpi.process import Process
 from hpcdist.comm.mpi.transports import Transports
 from hpcdist.comm.mpi.window import MpiWindow
@@ -188,7 +180,7 @@ class MpiCommunicator(Communicator):
             with self.staging.host(tensor) as host:
                 for part in host.split(self.staging.longest):
                     self.calls.count += 1
-                    into = numbers(part)
+                    into = [memory_at(part.data_ptr(), part.nbytes), part.numel(), SUMMED[part.dtype]]
                     self.calls.communicate("allreduce", ALL_RANKS, self.failures.surviving.Allreduce, _IN_PLACE, into)
                 self.traffic.sent(self._hops * tensor.nbytes // self.size, self._hops)
         elif tensor.dtype in NUMBERS or tensor.dtype in (torch.float16, torch.bfloat16):

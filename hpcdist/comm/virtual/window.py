@@ -26,7 +26,7 @@ from hpcdist.comm.transfer import addable, check_flat
 from hpcdist.comm.virtual.clock import VirtualRank
 from hpcdist.comm.virtual.group import Member
 from hpcdist.comm.virtual.network import Path
-from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count
+from hpcdist.comm.window import Memory, Predicate, Window, atomic
 
 
 class Exposed:
@@ -207,7 +207,6 @@ class VirtualRankMemory(RankMemory):
         self._member = member
 
     def window(self, count: int, dtype: torch.dtype) -> Window:
-        check_count(count)
         with torch.inference_mode(False):  # ranks in other modes may write it
             local = torch.zeros(count, dtype=dtype)
         return VirtualWindow(self._member, local, self._expose(f"window of {dtype}", local))

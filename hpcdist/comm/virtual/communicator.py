@@ -15,7 +15,7 @@ from hpcdist.comm.transfer import Envelope, Request, Traffic, addable, check_fla
 from hpcdist.comm.virtual.compute import at_least_0, require
 from hpcdist.comm.virtual.group import Group, Member, Message, Receive, children, sum_in_rank_order
 from hpcdist.comm.virtual.queue import VirtualQueue
-from hpcdist.comm.virtual.window import VirtualMemory, VirtualRankMemory
+from hpcdist.comm.virtual.window import VirtualMemory, VirtualRankMemory, VirtualWindow
 from hpcdist.comm.window import Put, Window
 from hpcdist.errors import CommunicationError
 
@@ -126,7 +126,9 @@ class VirtualCommunicator(Communicator):
         return VirtualCommunicator(group, rank, self.failures.deadline_s, traffic)
 
     def _window(self, count: int, dtype: torch.dtype) -> Window:
-        return self.memory.window(count, dtype)
+        with torch.inference_mode(False):  # ranks in other modes may write it
+            local = torch.zeros(count, dtype=dtype)
+        return VirtualWindow(self._member, local, self.memory.expose(f"window of {dtype}", local))
 
     def put_all(self, puts: Iterable[Put]) -> None:
         self._member.enter()

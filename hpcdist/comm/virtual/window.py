@@ -198,7 +198,7 @@ class VirtualAttached(VirtualMemory):
 
 
 class VirtualRankMemory(RankMemory):
-    """The `RankMemory` of virtual ranks, which also creates their windows."""
+    """The `RankMemory` of virtual ranks."""
 
     can_attach = True
 
@@ -206,17 +206,12 @@ class VirtualRankMemory(RankMemory):
         super().__init__(member.rank, nodes)
         self._member = member
 
-    def window(self, count: int, dtype: torch.dtype) -> Window:
-        with torch.inference_mode(False):  # ranks in other modes may write it
-            local = torch.zeros(count, dtype=dtype)
-        return VirtualWindow(self._member, local, self._expose(f"window of {dtype}", local))
-
     def attach(self, tensor: Tensor) -> Memory:
         check_flat(tensor)
-        exposed = self._expose(f"attach of {tensor.numel()} x {tensor.dtype}", tensor)
+        exposed = self.expose(f"attach of {tensor.numel()} x {tensor.dtype}", tensor)
         return VirtualAttached(self._member, tensor, exposed)
 
-    def _expose(self, call: str, local: Tensor) -> list[Exposed]:
+    def expose(self, call: str, local: Tensor) -> list[Exposed]:
         """Collective. Return the memories of all ranks: this one's is `local`. `call` describes the call."""
         group = self._member.group
 

@@ -99,7 +99,7 @@ class MpiRequest(Request):
 
     Args:
         what: name of the call, for messages.
-        peer: the other rank, or ALL_RANKS or ANY_RANK.
+        peer: the other rank, or ANY_RANK.
         host: the buffer.
         device: if the buffer is a staged copy, the tensor to which it is copied at the end.
     """

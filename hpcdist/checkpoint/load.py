@@ -64,10 +64,9 @@ def latest_on_all_ranks(comm: Communicator, folder: str | Path) -> tuple[Path, M
 def _first_whole(
     folder: str | Path, paths: Sequence[Path], check: Callable[[Path], Manifest], warns: bool
 ) -> tuple[Path, Manifest] | None:
-    """Return the first checkpoint that passes the check; None if `paths` is empty; CheckpointError if none passes.
+    """Return the first checkpoint that passes the check, perhaps with warnings about those before it.
 
-    Args:
-        warns: warn about each checkpoint before that one.
+    None if `paths` is empty; CheckpointError if none passes.
     """
     reasons: list[str] = []
     for path in paths:

@@ -19,10 +19,9 @@ def in_order(sizes: Sequence[Sequence[int]]) -> np.ndarray:
     Args:
         sizes: of each rank's batches.
     """
-    counts = [count for of_rank in sizes for count in of_rank]
-    batches = iter(np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1]))
-    positions = [[next(batches) for _ in of_rank] for of_rank in sizes]
-    return np.concatenate([np.empty(0, int), *interleaved(positions)])
+    p = len(sizes)
+    numbers = [np.repeat(rank + p * np.arange(len(each)), np.array(each, int)) for rank, each in enumerate(sizes)]
+    return np.argsort(np.concatenate(numbers), kind="stable")  # `numbers` of batches, by sample
 
 
 def interleaved(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:

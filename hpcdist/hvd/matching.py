@@ -46,23 +46,17 @@ class NamedCall:
     Args:
         name: the same on all ranks.
         properties: values of `PROPERTIES`, hashable.
-
-    Attributes:
-        kind: of call: allreduce, allgather...
-        PROPERTIES: names of values that must be equal on all ranks.
-        result: of the call.
-        done: the result, or the error, is available.
-        announced_s: time of the first exchange that contained it.
     """
 
-    kind: ClassVar[str] = ""
-    PROPERTIES: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str] = ""  # of call: allreduce, allgather...
+    PROPERTIES: ClassVar[tuple[str, ...]] = ()  # names of values that must be equal on all ranks
 
     def __init__(self, name: str, properties: tuple[Any, ...] = ()):
         self.name, self.properties = name, properties
         self.result: Any = None
         self.error: BaseException | None = None
-        self.done, self.announced_s = False, 0.0
+        self.done = False  # the result, or the error, is available
+        self.announced_s = 0.0  # time of the first exchange that contained it
 
     @property
     def fusion_key(self) -> Any:
@@ -306,8 +300,7 @@ class Matcher:
     def _refuse_kinds(self, requests: Sequence[NamedCall], fields: Sequence[Collection[int]]) -> bool:
         """Collective. End requests whose name belongs to different kinds of call; return whether there are any.
 
-        `fields` has for each unjoined rank the first fields of its requests: the digest of a name, with that of the
-        kind in the bits KINDS.
+        `fields` has for each unjoined rank the first fields of its requests, see `_name_digest`.
         """
         names = set.intersection(*({field & ~KINDS for field in of_rank} for of_rank in fields))
         for name in sorted(names):
@@ -343,10 +336,7 @@ class Matcher:
     ) -> dict[int, NamedCall]:
         """Collective. Return a request for each call of `common`, by name digest; joined ranks create stand-ins.
 
-        Args:
-            present: ranks that have not joined; the first one sends names and properties of the calls.
-            local: this rank's requests, by name digest.
-            common: name digests of the calls that all of `present` have submitted.
+        The first of the ranks that are `present`, because they have not joined, sends names and properties.
         """
         calls = [[each.kind, each.name, _to_json(each.properties)] for name, each in local.items() if name in common]
         by_rank = self.comm.gather(calls)

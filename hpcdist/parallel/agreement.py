@@ -72,17 +72,11 @@ class Agreement:
 
 
 class PartOfModel(nn.Module, abc.ABC):
-    """A rank's part of a model whose parameters are divided among the ranks of a replica.
+    """A rank's part of a model whose parameters are divided among the ranks of a replica."""
 
-    Attributes:
-        grid: the ranks of the replica, and those that hold the same part in other replicas.
-        agreement: with the other ranks of the replica, about gradients.
-        optimizers: the DistributedOptimizers that train these parameters.
-    """
-
-    grid: Grid
-    agreement: Agreement
-    optimizers: list[Any]
+    grid: Grid  # the ranks of the replica, and those that hold the same part in other replicas
+    agreement: Agreement  # with the other ranks of the replica, about gradients
+    optimizers: list[Any]  # the DistributedOptimizers that train these parameters
 
     def describe_parts(self) -> dict[str, dict[str, Any]]:
         """Describe the tensors that are parts of larger ones, by name, for a checkpoint; {} if ranks hold whole layers.

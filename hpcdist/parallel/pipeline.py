@@ -345,30 +345,22 @@ class Pipeline(PartOfModel):
 
 
 class _Batch:
-    """A batch in micro-batches.
-
-    Attributes:
-        x, y: inputs and targets of the whole batch.
-        scaled: multiplies a loss by a GradScaler's scale; None leaves it.
-        loss: the sum of the losses so far, not scaled.
-        parts: their number.
-        shares: the part of the batch's samples in each.
-        keys: shapes and types of each one's inputs, which determine those at the boundaries.
-        arrives: receives the next micro-batch's targets, where they come from another replica.
-    """
+    """A batch in micro-batches: inputs `x` and targets `y`; `scaled` applies a GradScaler's scale to a loss."""
 
     def __init__(self, x: Any, y: Any, micro_batches: int, device: torch.device, scaled: Scale = None):
         self.x, self.y, self.scaled, self._device = x, y, scaled, device
+        # Receives the next micro-batch's targets, where they come from another replica.
         self.arrives: Callable[[Hashable], tuple[list[Tensor | None], Layout]] | None = None
-        self.loss = torch.zeros(1, dtype=torch.float64)
+        self.loss = torch.zeros(1, dtype=torch.float64)  # the sum of the losses so far, not scaled
         samples = _samples(x)
-        self.parts = min(micro_batches, samples)
+        self.parts = min(micro_batches, samples)  # number of micro-batches
         starts = [samples * part // self.parts for part in range(self.parts + 1)]
         self._slices = [slice(*pair) for pair in pairwise(starts)]
-        self.shares = [(part.stop - part.start) / samples for part in self._slices]
+        self.shares = [(part.stop - part.start) / samples for part in self._slices]  # of the batch's samples in each
         amp = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         state = (torch.is_grad_enabled(), amp)
         leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+        # By micro-batch: shapes and types of its inputs, which determine those at the boundaries.
         self.keys: list[Hashable] = [
             (state, *((leaf.dtype, part.stop - part.start, *leaf.shape[1:]) for leaf in leaves))
             for part in self._slices

@@ -15,7 +15,7 @@ from hpcdist.records.files import (
     write_durably,
     writing,
 )
-from hpcdist.records.lock import claimed, is_abandoned, locked, making
+from hpcdist.records.lock import is_abandoned, locked, making
 from hpcdist.records.resources import Resources, Sampler, Usage, resources_path
 from hpcdist.records.run import (
     JobFile,

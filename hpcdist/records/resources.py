@@ -53,11 +53,10 @@ class Sampler:
     Args:
         path: see `resources_path`.
         gpu: UUID of the GPU that this rank computes on.
-        root: the folder of sysfs.
     """
 
-    def __init__(self, path: Path, gpu: str | None = None, root: Path = SYSFS):
-        self._path, self._process, self._root = path, psutil.Process(), root
+    def __init__(self, path: Path, gpu: str | None = None):
+        self._path, self._process = path, psutil.Process()
         self._gpu: Callable[[], tuple[float | None, int | None]] = lambda: (None, None)
         if gpu is not None:
             with suppress(OSError):  # no driver of NVIDIA's; RunEnergy says so in the summary
@@ -84,7 +83,7 @@ class Sampler:
     def _count(self) -> tuple[float, float, int, int]:
         """Return the present time, and what has been used so far: seconds of processors, bytes received and sent."""
         used = self._process.cpu_times()
-        return (time.monotonic(), used.user + used.system, *network_bytes(self._root))
+        return (time.monotonic(), used.user + used.system, *network_bytes())
 
     def _sample(self) -> Usage:
         """Return what was used since the last sample: the counters' differences per second."""

@@ -34,21 +34,17 @@ class Timeline:
         path: of the timeline of all ranks; this rank's file lies beside it and is overwritten.
         now: the rank's clock, in seconds.
         max_events: events in the file.
-
-    Attributes:
-        role: of the rank, which its name shows.
-        dropped: the number of missing events.
-        clock: moments, and this rank's clock minus the first rank's at each, in seconds.
-        error_s: the largest error of these differences.
     """
 
     def __init__(self, path: Path, rank: int, now: Callable[[], float], max_events: int = MOST):
-        self.path, self.rank, self.role, self.now = path, rank, "", now
+        self.path, self.rank, self.now = path, rank, now
+        self.role = ""  # of the rank, which its name shows
         self._recent: list[tuple[int, float, float, str, str, Details]] = []  # not yet written
         self._room = max_events - max_events // 2  # number of first events that may still be written
         self._last: deque[tuple[int, float, float, str, str, Details]] = deque(maxlen=max_events // 2)
-        self.dropped, self.error_s = 0, 0.0
-        self.clock: list[tuple[float, float]] = []
+        self.dropped = 0  # the number of missing events
+        self.clock: list[tuple[float, float]] = []  # moments, and this clock minus the first rank's at each, in seconds
+        self.error_s = 0.0  # the largest error of these differences
         self._rows: dict[int, int] = {}  # numbers of threads in the file, by Python's thread ids
         self._writing = threading.Lock()
         self._own_path = rank_path(path, rank)

@@ -175,8 +175,6 @@ class LoopRun:
     # --- the folder ---------------------------------------------------------------------------------------------------
     def _claimed(self, folder: Path) -> Path:
         """Lock the run's folder, and check that it has no finished run and none of another script."""
-        with making(folder, "run"):
-            folder.mkdir(parents=True, exist_ok=True)
         self._until_the_end.enter_context(locked(folder, ENDING_S, "run"))
         earlier = load_run(folder)
         if (folder / SUMMARY).exists():

@@ -149,11 +149,7 @@ def _arrival(
     ranks: int,
     transfer_s: Callable[[Operation], float],
 ) -> float | None:
-    """Return when the results that an operation needs are on its rank; None if one is not computed yet.
-
-    Args:
-        ends: the ends of operations so far.
-    """
+    """Return when the results that an operation needs are on its rank, by the `ends` of others; None: not yet known."""
     latest = 0.0
     for group in operation.needs(stages):
         finished = [needed for needed in group if needed in ends]

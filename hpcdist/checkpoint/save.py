@@ -13,6 +13,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ class _Draft:
         owners = _owners(comm, tensors)
         others = {name: owner for name, owner in owners.items() if owner != self._rank}
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
-        self._metadata = {name: json.dumps(position.describe()) for name, position in positions.items()}
+        self._metadata = {name: json.dumps(asdict(position)) for name, position in positions.items()}
         self._metadata |= {OWNERS: json.dumps(others)} if others else {}
         self._tree = json.dumps(tree).encode()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import ParallelStrategy
@@ -66,6 +67,12 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         self._counted: list[tuple[Metric, dict[str, Any]]] = []  # metrics' states before a padding batch
         self._loaded: Path | None = None
         self._failed = False
+        self._loop_position = LambdaCallback(  # tells the position of the Trainer's loop
+            on_train_batch_end=lambda *_: self.end_batch(),
+            on_validation_start=lambda *_: self.start_evaluation(),
+            on_validation_end=lambda *_: self.end_evaluation(),
+            on_train_epoch_end=lambda *_: self.pause(),
+        )
 
     # --- set-up -------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer) -> None:
@@ -82,8 +89,8 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             return
         self._progress = WorkersProgress(trainer, self.reduce)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, _LoopPosition) for callback in callbacks):
-            callbacks.insert(0, _LoopPosition(self))
+        if self._loop_position not in callbacks:
+            callbacks.insert(0, self._loop_position)  # before the user's callbacks
         # In every step Lightning broadcasts by torch.distributed whether rank 0 got a signal; server ranks, and ranks
         # that step asynchronously, don't take part.
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
@@ -285,25 +292,6 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         if self._clip_value is not None:
             self._module().trainer.gradient_clip_val, self._clip_value = self._clip_value, None
         super().teardown()
-
-
-class _LoopPosition(Callback):
-    """Tells the strategy the position of the Trainer's loop; runs before the other callbacks."""
-
-    def __init__(self, strategy: HpcdistStrategy):
-        self._strategy = strategy
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._strategy.end_batch()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.start_evaluation()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.end_evaluation()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.pause()
 
 
 class _BatchIndices(_IndexBatchSamplerWrapper):

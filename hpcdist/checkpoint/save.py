@@ -24,7 +24,7 @@ from torch import Tensor
 from hpcdist.checkpoint import folder as folders
 from hpcdist.checkpoint.manifest import tensor_file, tree_file, write_manifest
 from hpcdist.checkpoint.refusal import raise_on_all_ranks
-from hpcdist.checkpoint.tensors import OWNERS, write_tensors
+from hpcdist.checkpoint.tensors import OWNERS, file_content
 from hpcdist.checkpoint.tree import encode
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.work import CallQueue, Work
@@ -203,7 +203,7 @@ class _Draft:
     def _write(self) -> dict[str, Stamp]:
         self._temporary.mkdir(exist_ok=True)
         tensors, tree = (self._temporary / name(self._rank) for name in (tensor_file, tree_file))
-        files = {tensors.name: write_tensors(tensors, self._tensors, self._metadata)}
+        files = {tensors.name: write_durably(tensors, file_content(self._tensors, self._metadata))}
         files[tree.name] = write_durably(tree, [self._tree])
         sync(self._temporary)
         return files

@@ -53,7 +53,7 @@ class NamedCall:
 
     def __init__(self, name: str, properties: tuple[Any, ...] = ()):
         self.name, self.properties = name, properties
-        self.result: Any = None
+        self.result: Any = None  # of calls that create it
         self.error: BaseException | None = None
         self.done = False  # the result, or the error, is available
         self.announced_s = 0.0  # time of the first exchange that contained it
@@ -69,7 +69,7 @@ class NamedCall:
         return _name_digest(self.kind, self.name), _digest(*self.properties)
 
     def run(self, calls: Collectives) -> None:
-        """Collective. Make the call, and set `result`; not of `Join`, nor of a call that is refused after a join."""
+        """Collective. Make the call: set `result`, or fill the caller's tensors; not of `Join` and refused calls."""
         raise NotImplementedError
 
     def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:

@@ -66,7 +66,6 @@ class Allreduce(NamedCall):
             if self._prescale != 1.0 or each.data_ptr() != out.data_ptr():
                 out.copy_(scaled(each, self._prescale))
             self._combine(calls, out)
-        self.result = self._outs
 
     def run_fused(self, calls: Collectives, requests: Sequence[Allreduce], buffer: FusionBuffer) -> None:
         # All requests have one fusion key: dtype, operation and scales are those of `self`.
@@ -81,8 +80,6 @@ class Allreduce(NamedCall):
             flat.copy_(scaled(flat, self._prescale))
         self._combine(calls, flat)
         torch._foreach_copy_([each for request in requests for each in request._outs], parts)
-        for request in requests:
-            request.result = request._outs
 
     def _combine(self, calls: Collectives, out: Tensor) -> None:
         """Collective. Replace `out` by its reduction over the ranks, times `postscale`."""
@@ -124,7 +121,6 @@ class CompressedAllreduce(NamedCall):
         for each, total in zip(self._tensors, flat):
             if total.data_ptr() != each.data_ptr():
                 each.copy_(total.view(each.shape))
-        self.result = self._tensors
 
 
 class Allgather(NamedCall):
@@ -161,7 +157,6 @@ class Broadcast(NamedCall):
         if self._out.data_ptr() != self._tensor.data_ptr() and calls.rank == self._root:
             self._out.copy_(self._tensor)
         calls.broadcast(self._out, self._root)
-        self.result = [self._out]
 
 
 class Alltoall(NamedCall):

@@ -7,16 +7,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.hvd.matching import Matcher
 from hpcdist.hvd.timeline import CallTimeline
 from hpcdist.session import world
-
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 T = TypeVar("T")
 
@@ -83,7 +80,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if everyone.failures.lost:
         if comm is not None:
             raise ConfigError(f"comm must be omitted once a rank has failed; got {comm!r}. All survivors take part.")
-        _state.comm = cast("MpiCommunicator", everyone).of_survivors()
+        _state.comm = cast(Any, everyone).of_survivors()
     elif comm is None:
         _state.comm = everyone.split(0)
     else:

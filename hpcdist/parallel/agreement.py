@@ -146,7 +146,7 @@ class TiedParameters:
                 local_grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 has_grad = torch.tensor([parameter.grad is not None], dtype=local_grad.dtype, device=local_grad.device)
                 # The last element counts the ranks with a gradient.
-                sums = torch.cat([_flat(local_grad), has_grad])
+                sums = torch.cat([local_grad.detach().reshape(-1), has_grad])
                 all_reduce(sums)
                 if sums[-1] > 0:
                     local_grad.copy_(sums[:-1].view(parameter.shape))
@@ -156,7 +156,7 @@ class TiedParameters:
         """Collective. Copy each shared parameter from its first rank."""
         for group, parameters in self._groups:
             for parameter in parameters:
-                value = _flat(parameter)
+                value = parameter.detach().contiguous().view(-1)
                 group.broadcast(value, 0)
                 parameter.detach().copy_(value.view(parameter.shape))
 
@@ -164,10 +164,6 @@ class TiedParameters:
         for total, (group, _) in zip(self._sums, self._groups, strict=True):
             total.close()
             group.close()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1)
 
 
 def _shared(outline: Chain, names: Sequence[dict[int, str]]) -> dict[tuple[int, ...], list[int]]:

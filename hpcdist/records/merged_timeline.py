@@ -126,7 +126,7 @@ class _Links:
             if at_us > event["ts"]:
                 args |= {"waited for": f"rank {last}", "waited, ms": round(1e-3 * (at_us - event["ts"]), 3)}
         arrows = []
-        for kind, phase in (("sent", "s"), ("received", "f")):
+        for kind, phase, binding in (("sent", "s", {}), ("received", "f", {"bp": "e"})):  # ends in the event around it
             message = args.get(kind)
             if message in self._starts and message in self._ends:
                 number = self._numbers.setdefault(message, len(self._numbers))
@@ -134,8 +134,5 @@ class _Links:
                 # A nanosecond before the end: viewers take the event around that moment.
                 last_us = max(event["ts"], round(event["ts"] + event["dur"] - 0.001, 3))
                 at_us = event["ts"] if phase == "s" else last_us
-                arrows.append(arrow | {"ts": at_us, "pid": event["pid"], "tid": event["tid"]} | _BINDING[phase])
+                arrows.append(arrow | {"ts": at_us, "pid": event["pid"], "tid": event["tid"]} | binding)
         return arrows
-
-
-_BINDING: dict[str, dict[str, str]] = {"s": {}, "f": {"bp": "e"}}  # an arrow ends in the event around it

@@ -59,7 +59,7 @@ class _State:
     comm: Communicator | None = None
     sets: dict[int, ProcessSet]
     numbers: Iterator[int]
-    gather_s: float
+    cycle_s: float
 
 
 _state = _State()
@@ -92,7 +92,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         _state.comm = part
     _state.sets, _state.numbers = {}, itertools.count()
     # Horovod's environment variables, which its users know.
-    _state.gather_s = float(os.environ.get("HOROVOD_CYCLE_TIME", 1)) / 1e3  # in milliseconds
+    _state.cycle_s = float(os.environ.get("HOROVOD_CYCLE_TIME", 1)) / 1e3  # in milliseconds
     global_process_set.__init__(range(_state.comm.size))  # type: ignore[misc]  # scripts hold it from the start
     add_process_set(global_process_set)
     if path := os.environ.get("HOROVOD_TIMELINE"):
@@ -142,7 +142,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"ranks of a process set must be some of 0..{comm.size - 1}; got {list(added.ranks)}.")
     part = comm.split(0 if comm.rank in added.ranks else None)
     added.process_set_id = next(_state.numbers)
-    added.matcher = None if part is None else Matcher(part, _state.gather_s)
+    added.matcher = None if part is None else Matcher(part, _state.cycle_s)
     _state.sets[added.process_set_id] = added
     return added
 

@@ -18,8 +18,6 @@ from hpcdist.lightning.environment import HpcdistEnvironment
 from hpcdist.session import DistributedOptimizer, allgather, allreduce, barrier, broadcast, init, local_rank, local_size
 from hpcdist.session.world import current
 
-_OPS = {"avg": "mean"}  # Lightning's name -> hpcdist's
-
 
 class CollectivesMixin:
     """A mix-in for Lightning's strategies: ranks, devices, and collective calls by hpcdist.
@@ -79,7 +77,7 @@ class CollectivesMixin:
         if not isinstance(tensor, Tensor) or self.idle:
             return tensor
         op = str(reduce_op).rpartition(".")[2].lower()
-        op = _OPS.get(op, op)
+        op = {"avg": "mean"}.get(op, op)  # Lightning's name, and hpcdist's
         integer = op == "mean" and not (tensor.is_floating_point() or tensor.is_complex())
         return allreduce(tensor.double() if integer else tensor, op)  # type: ignore[arg-type]
 

@@ -15,11 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from hpcdist.comm.virtual.random import callers_state_kept
+from hpcdist.parallel.boundary import Values
 from hpcdist.parallel.layers import Chain, build, outline, unwrapped
 
 HELD_BYTES = 2**30
 WARM_UP = 2  # passes that are not counted
-Values = tuple[Any, ...]
 Run = Callable[[Values], Values]
 
 

@@ -28,8 +28,8 @@ from hpcdist.records.run import (
     load_average,
     load_run,
     local_cores_of_host,
-    note_step,
     now,
+    record_first_step,
     start_run,
 )
 from hpcdist.records.step import (

@@ -41,9 +41,9 @@ from hpcdist.records import (
     local_cores_of_host,
     locked,
     making,
-    note_step,
     now,
     read_records,
+    record_first_step,
     record_path,
     resources_path,
     start_run,
@@ -308,7 +308,7 @@ class LoopRun:
             self._trained = sum(each.samples for of_rank in earlier.values() for each in of_rank)
             self._seconds = sum(each.seconds for each in earlier.get(rank, ()))
         if rank == 0 and step > 1:
-            note_step(self.folder, step - 1)
+            record_first_step(self.folder, step - 1)
         writer = RecordWriter(path, first_step=step)
         if self._is_main:
             keep_evaluations(self.folder, step - 1)

@@ -8,8 +8,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from hpcdist.errors import ConfigError
 
-Kind: TypeAlias = Literal["F", "B", "I", "W"]
-
 
 class Operation(NamedTuple):
     """An operation of a stage on a micro-batch.
@@ -19,7 +17,7 @@ class Operation(NamedTuple):
     in all.
     """
 
-    kind: Kind
+    kind: Literal["F", "B", "I", "W"]
     stage: int
     micro_batch: int
 

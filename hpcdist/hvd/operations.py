@@ -161,17 +161,14 @@ def allreduce(
         tensor([1., 1.])
         >>> hvd.shutdown()
     """
-    (result,) = grouped_allreduce(
-        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
-    )
-    return result
+    scales = prescale_factor, postscale_factor
+    return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
 
 
 def grouped_allreduce(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
     compression: Any = Compression.none, op: str | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:  # fmt: skip
     """Collective. Reduce several tensors by one allreduce; differentiable."""
 
@@ -385,8 +382,7 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Collective. Reduce a tensor, and return this rank's rows; differentiable."""
-    (result,) = grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)
-    return result
+    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
 def grouped_reducescatter(

@@ -84,12 +84,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     elif comm is None:
         _state.comm = everyone.split(0)
     else:
-        chosen = sorted(comm) if isinstance(comm, Iterable) else _ranks_of(comm)
-        part = everyone.split(0 if everyone.rank in chosen else 1)
-        if everyone.rank not in chosen:
-            chosen = [everyone.rank]
-            part = part.split(part.rank)  # each rank that was not chosen is alone in its group
-        _state.comm = part
+        chosen = list(comm) if isinstance(comm, Iterable) else _ranks_of(comm)
+        # Each rank that was not chosen is alone in its group.
+        _state.comm = everyone.split(0 if everyone.rank in chosen else 1 + everyone.rank)
     _state.sets, _state.numbers = {}, itertools.count()
     # Horovod's environment variables, which its users know.
     _state.cycle_s = float(os.environ.get("HOROVOD_CYCLE_TIME", 1)) / 1e3  # in milliseconds

@@ -70,7 +70,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         self._loop_position = LambdaCallback(  # tells the position of the Trainer's loop
             on_train_batch_end=lambda *_: self.end_batch(),
             on_validation_start=lambda *_: self.start_evaluation(),
-            on_validation_end=lambda *_: self.end_evaluation(),
+            on_validation_end=lambda *_: self._evaluation.close(),
             on_train_epoch_end=lambda *_: self.pause(),
         )
 
@@ -232,12 +232,9 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             self.pause()
 
     def start_evaluation(self) -> None:
-        """Collective. Set the model to the consensus of all ranks, until `end_evaluation`."""
+        """Collective. Set the model to the consensus of all ranks, until it has ended."""
         self._pause_for_servers()
         self._evaluation.enter_context(consensus_of(current().optimizers))
-
-    def end_evaluation(self) -> None:
-        self._evaluation.close()
 
     def block_backward_sync(self) -> Any:
         """Return a context in which backward passes only accumulate this rank's gradients."""

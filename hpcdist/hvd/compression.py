@@ -76,9 +76,7 @@ class Compressed(NoneCompressor):
     ) -> Reduction:
         """Return the reduction, with its residuals, for the calls of this name. Collective when it is created.
 
-        Args:
-            tensors: flat, of the same lengths in each call.
-            shapes: of the tensors before they were flattened.
+        The tensors are flat, and had `shapes` before; their lengths are the same in each call.
         """
         cached = self._reductions.get(name)
         if cached is None or cached[0] is not comm:

@@ -101,11 +101,8 @@ class Shards(PartOfModel):
         return self._models[0](*args, **kwargs)
 
     def _home(self, path: str) -> nn.Module:
-        """Return the submodule for the parts of the model's module at `path`; create it if it is missing.
-
-        Names start with the rank's position, so that a checkpoint can't confuse the parts of ranks.
-        """
-        home: nn.Module = self
+        """Return the submodule for the parts of the model's module at `path`; create it if it is missing."""
+        home: nn.Module = self  # names start with the rank's position, so that a checkpoint can't confuse ranks' parts
         for name in [f"shard{self.grid.stage}of{self.grid.stages}", *(path.split(".") if path else ())]:
             if name not in home._modules:
                 home.add_module(name, nn.Module())
@@ -299,16 +296,11 @@ def _check_ranks(ddp: DistributedDataParallel, grid: Grid) -> None:
 def make_mesh(
     comm: Communicator, sizes: Sequence[int], names: Sequence[str] | None = None, device_type: str = "cpu"
 ) -> DeviceMesh:
-    """Collective. Create torch's device mesh of the ranks of `comm`.
+    """Collective. Create torch's device mesh of the ranks of `comm`, those of a replica; see `hpcdist.device_mesh`.
 
     For torch these are all ranks: its default process group consists of them, on hpcdist (Gloo where the one before it
     is), or on Gloo and NCCL for GPUs. It lasts until the process ends, or until
     `torch.distributed.destroy_process_group()`.
-
-    Args:
-        comm: real ranks, those of one replica.
-        sizes, names: of the dimensions; the product of sizes is the number of ranks.
-        device_type: "cpu", or "cuda" if each rank has chosen a separate GPU.
 
     Raises:
         ConfigError: the ranks are virtual, or the program has started a default process group itself.

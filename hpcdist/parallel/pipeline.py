@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from functools import cache
 from itertools import pairwise, zip_longest
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from hpcdist.parallel.cut import Cut, cut_of
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.layers import Make, build, outline, unwrapped
 from hpcdist.parallel.routing import ROUTINGS, Routing, composed
-from hpcdist.parallel.schedules import Operation, Table
+from hpcdist.parallel.schedules import Operation
 from hpcdist.parallel.stage import Stage
 
 Scale = Callable[[Tensor], Tensor] | None  # of a GradScaler
@@ -89,9 +90,8 @@ class Pipeline(PartOfModel):
             raise UnknownNameError("routing", routing, ROUTINGS)
         self.grid, self.optimizers = grid, []
         self._loss, self._micro_batches, self._chunks, self._recompute = loss, micro_batches, chunks, recompute
-        self._schedule = schedule
-        self._tables: dict[int, Table] = {}
-        schedules.create(schedule, grid.inner.size, micro_batches, chunks)  # refused before anything is built
+        self._table = cache(lambda parts: schedules.create(schedule, grid.inner.size, parts, chunks))
+        self._table(micro_batches)  # refused before anything is built
         self.routing = Routing(grid, seed) if routing == "random" and grid.replicas > 1 else None
         self._device = torch.device("cpu") if device is None else torch.device(device)
         self._build((lambda: make) if isinstance(make, (nn.Module, list, tuple)) else cast(Make, make), cut)
@@ -172,7 +172,7 @@ class Pipeline(PartOfModel):
             The loss, not scaled, on all ranks of the replica; shape (), float64.
         """
         batch = _Batch(x, y, micro_batches or self._micro_batches, self._device, scaled)
-        operations = self._operations(batch.parts)
+        operations = self._table(batch.parts)[self.grid.inner.rank]
         self._start_routes(batch, trains=True)
         if scaled is not None:
             scaled(torch.zeros((), device=self._device))  # it starts with the first loss, which only one rank has
@@ -224,11 +224,6 @@ class Pipeline(PartOfModel):
             for part, key in enumerate(batch.keys):
                 self._targets[0].send(key, (batch.part_of(batch.y, part),))
             batch.arrives = self._targets[1].receive
-
-    def _operations(self, parts: int) -> list[Operation]:
-        if parts not in self._tables:
-            self._tables[parts] = schedules.create(self._schedule, self.grid.inner.size, parts, self._chunks)
-        return self._tables[parts][self.grid.inner.rank]
 
     def _incoming(self, operation: Operation) -> tuple[Callable[[Hashable], None], Callable[[Hashable], Any]]:
         """Return two functions: the first starts to receive the input of an operation, the second waits for it.
@@ -306,7 +301,7 @@ class Pipeline(PartOfModel):
         with torch.no_grad():
             batch = _Batch(x, None, self._micro_batches, self._device)
             self._start_routes(batch, trains=False)
-            for operation in self._operations(batch.parts):
+            for operation in self._table(batch.parts)[self.grid.inner.rank]:
                 kind, number, part = operation
                 if kind != "F":
                     continue

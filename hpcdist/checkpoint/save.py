@@ -76,13 +76,11 @@ class Saver:
     At most one checkpoint is being written; the end of the script waits for it. The copies stay for the next one:
     memory grows by the part of the state that this rank writes. Where no further thread may communicate (MPI without
     THREAD_MULTIPLE), or ranks outlive others, nothing is done in the background.
-
-    Attributes:
-        seconds: from the start of the last `save` until its checkpoint was there; 0.0 before the first.
     """
 
     def __init__(self) -> None:
-        self._work, self._kept, self.seconds = Work(), dict[str, Tensor](), 0.0
+        self._work, self._kept = Work(), dict[str, Tensor]()
+        self.seconds = 0.0  # from the start of the last `save` until its checkpoint was there
         # A copy of the communicator for the thread, from the first checkpoint in the background on.
         self._aside: tuple[Communicator, CallQueue] | None = None
 

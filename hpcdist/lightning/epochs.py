@@ -23,9 +23,6 @@ class Epochs(AroundLoader):
 
     Args:
         strategy: an HpcdistStrategy.
-
-    Attributes:
-        ended: has no batch left, while a longer loader has.
     """
 
     def __init__(self, loader: ShardedLoader, strategy: Any):
@@ -34,7 +31,7 @@ class Epochs(AroundLoader):
         self._batches: Iterator[Any] | None = None
         self._drawn = 0  # number of batches in this epoch
         self._ahead: list[Any] = []  # the longest loader's first batch, if it was read before its turn
-        self.ended = False
+        self.ended = False  # has no batch left, while a longer loader has
         self._position: dict[str, int] | None = None  # of a paused epoch
         self._resumes: int | None = None  # the epoch of a checkpoint, to continue inside it
         self.sampler = self  # for Lightning, which calls its set_epoch

@@ -37,13 +37,10 @@ class EnergyMeter:
 
     Args:
         counters: by source, a function that opens its counters; without sources that another rank measures.
-
-    Attributes:
-        missing: the reason why a source is not measured; a source is missing from its first failure on.
     """
 
     def __init__(self, counters: Mapping[str, Callable[[], Sequence[Joules]]]):
-        self.missing: dict[str, str] = {}
+        self.missing: dict[str, str] = {}  # by source: why it is not measured, from its first failure on
         self._counters: dict[str, Sequence[Joules]] = {}
         for source, open_counters in counters.items():
             try:

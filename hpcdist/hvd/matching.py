@@ -135,7 +135,7 @@ class Matcher:
                 self._first_submitted_s = time.perf_counter()
             self._pending[key] = request
             if self.timeline is not None:
-                self.timeline.submitted(request)
+                self.timeline.submitted(*key)
             if not self._thread_runs:
                 self._thread_runs, self._work = True, self._queue.submit(self._run)
             self._work.waited = self._n_waiting > 0
@@ -373,7 +373,7 @@ class Matcher:
             first = group[0]
             if self.timeline is not None:
                 for each in group:
-                    self.timeline.started(each)
+                    self.timeline.started(each.kind, each.name)
             try:
                 if first.error is None:
                     first.run_fused(self.calls, group, self._buffer)
@@ -392,7 +392,7 @@ class Matcher:
                 self._pending.pop((request.kind, request.name), None)
         for request in requests:
             if self.timeline is not None:
-                self.timeline.ended(request)
+                self.timeline.ended(request.kind, request.name)
             request.done = True
 
 

@@ -248,7 +248,10 @@ class Matcher:
         join_request = next((request for request in pending if isinstance(request, Join)), None)
         requests = [request for request in pending if request is not join_request]
         keys = [request.key for request in requests]
-        overdue = self._has_overdue(requests)
+        now_s = time.perf_counter()
+        for request in requests:
+            request.first_exchanged_s = request.first_exchanged_s or now_s
+        overdue = any(now_s - each.first_exchanged_s > self.comm.failures.deadline_s for each in requests)
         fields_by_rank, joined_ns, any_overdue = self._exchange(
             [*itertools.chain(*keys)], 0 if join_request is None else join_request.since_ns, overdue
         )
@@ -278,14 +281,6 @@ class Matcher:
                 self._refuse_different_properties(by_name[name])
         self._run_calls([by_name[name] for name in common if name not in mismatched])
         return True
-
-    def _has_overdue(self, requests: Sequence[NamedCall]) -> bool:
-        """Return whether a request was exchanged longer ago than the deadline; set `first_exchanged_s` of new ones."""
-        now_s, overdue = time.perf_counter(), False
-        for request in requests:
-            request.first_exchanged_s = request.first_exchanged_s or now_s
-            overdue |= now_s - request.first_exchanged_s > self.comm.failures.deadline_s
-        return overdue
 
     def _raise_deadline(self, requests: Sequence[NamedCall]) -> None:
         """Collective. Raise DeadlineError, with the requests that each rank waits for."""

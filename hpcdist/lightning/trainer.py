@@ -157,7 +157,10 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         if self.running and self.running[0].weight == 0:
             self._module().trainer._results.batch_size = 0  # type: ignore[union-attr]
             metrics = [module for module in self._module().modules() if isinstance(module, Metric)]
-            self._counted = [(metric, _states(metric)) for metric in metrics]
+            for metric in metrics:
+                states = metric.metric_state.items()
+                copies = {name: list(each) if isinstance(each, list) else each.clone() for name, each in states}
+                self._counted.append((metric, copies))
 
     def end_batch(self) -> None:
         """Restore the metrics' states of before a padding batch."""
@@ -320,11 +323,6 @@ def _require_one_length(loader: ShardedLoader) -> None:
             f"them; got {' and '.join(map(str, lengths))}. Let HpcdistStrategy distribute one data set; or skip some "
             "batches."
         )
-
-
-def _states(metric: Metric) -> dict[str, Any]:
-    states = metric.metric_state.items()
-    return {name: list(value) if isinstance(value, list) else value.clone() for name, value in states}
 
 
 def _ranks_differ(optimizers: Mapping[str, Any]) -> bool:

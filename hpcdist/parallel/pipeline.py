@@ -371,7 +371,7 @@ class _Batch:
     def part_of(self, tensors: Any, part: int) -> Any:
         """Return the samples of micro-batch `part` in `x` or `y`, on the device."""
         piece, device = self._slices[part], self._device
-        return pytree.tree_map(lambda leaf: leaf[piece].to(device) if isinstance(leaf, Tensor) else leaf, tensors)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor[piece].to(device), tensors)
 
 
 def _samples(x: Any) -> int:

@@ -114,8 +114,13 @@ class TiedParameters:
     def __init__(self, comm: Communicator, outline: Chain, layers: Sequence[Sequence[int]], layers_here: Chain):
         names = [{id(p): name for name, p in outline.part(of_rank).named_parameters()} for of_rank in layers]
         parameters = dict(layers_here.named_parameters())
+        shared: dict[tuple[int, ...], list[int]] = {}  # ids of parameters by their ranks, in one order on all ranks
+        for parameter in outline.parameters():
+            ranks = tuple(rank for rank, of_rank in enumerate(names) if id(parameter) in of_rank)
+            if len(ranks) > 1:
+                shared.setdefault(ranks, []).append(id(parameter))
         self._groups: list[tuple[Communicator, list[nn.Parameter]]] = []
-        for ranks, tied in _shared(outline, names).items():
+        for ranks, tied in shared.items():
             group = comm.split(0 if comm.rank in ranks else None)
             if group is not None:
                 self._groups.append((group, [parameters[names[comm.rank][number]] for number in tied]))
@@ -164,13 +169,3 @@ class TiedParameters:
         for total, (group, _) in zip(self._sums, self._groups, strict=True):
             total.close()
             group.close()
-
-
-def _shared(outline: Chain, names: Sequence[dict[int, str]]) -> dict[tuple[int, ...], list[int]]:
-    """Return ids of parameters by the ranks that share them, in the same order on all ranks."""
-    shared: dict[tuple[int, ...], list[int]] = {}
-    for parameter in outline.parameters():
-        ranks = tuple(rank for rank, of_rank in enumerate(names) if id(parameter) in of_rank)
-        if len(ranks) > 1:
-            shared.setdefault(ranks, []).append(id(parameter))
-    return shared

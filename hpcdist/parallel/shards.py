@@ -63,10 +63,7 @@ class Shards(PartOfModel):
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
         parameters = dict(model.named_parameters())
-        if self._ddp is None:
-            _check(parameters, bool(self._sharded))
-        else:
-            _check_ranks(self._ddp, grid)
+        _check(parameters, self._ddp, bool(self._sharded), grid)
         self._meshes = list(dict.fromkeys(p.device_mesh for p in parameters.values() if isinstance(p, DTensor)))
         self._parts: dict[str, _OwnShard] = {}
         for name, parameter in parameters.items():
@@ -267,8 +264,16 @@ def _is_known(placement: Placement, later: Sequence[Placement], sizes: Sequence[
     return factor == math.prod(n for other, n in zip(later, sizes, strict=True) if getattr(other, "dim", None) == dim)
 
 
-def _check(parameters: dict[str, nn.Parameter], by_fsdp: bool) -> None:
-    """Raise ConfigError if the parameters are not DTensors, or not all in fully_shard."""
+def _check(parameters: dict[str, nn.Parameter], ddp: DistributedDataParallel | None, by_fsdp: bool, grid: Grid) -> None:
+    """Raise ConfigError if DDP is not on the ranks of the replica; without DDP if parameters are not DTensors."""
+    if ddp is not None:
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        if len(ranks) != grid.stages:
+            raise ConfigError(
+                f"DistributedDataParallel must be on the {grid.stages} ranks of a replica; got a process group of "
+                f"{len(ranks)}. Give it none, or process_group=mesh.get_group()."
+            )
+        return
     plain = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
     if len(plain) == len(parameters):
         raise ConfigError(
@@ -279,16 +284,6 @@ def _check(parameters: dict[str, nn.Parameter], by_fsdp: bool) -> None:
         raise ConfigError(
             f"fully_shard must have all parameters of a model, for it averages gradients over the replica's samples; "
             f"got {plain[0]!r} left out. Call fully_shard(model) on the whole model, last."
-        )
-
-
-def _check_ranks(ddp: DistributedDataParallel, grid: Grid) -> None:
-    """Raise ConfigError if DistributedDataParallel is not on the ranks of the replica."""
-    ranks = dist.get_process_group_ranks(ddp.process_group)
-    if len(ranks) != grid.stages:
-        raise ConfigError(
-            f"DistributedDataParallel must be on the {grid.stages} ranks of a replica; got a process group of "
-            f"{len(ranks)}. Give it none, or process_group=mesh.get_group()."
         )
 
 

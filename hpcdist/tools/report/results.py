@@ -61,6 +61,11 @@ class RunResult:
     seed: int
     virtual: bool
 
+    @property
+    def cell(self) -> tuple[str, str, int, bool]:
+        """Return what the runs of a group share."""
+        return self.name, self.kind, self.ranks, self.virtual
+
     @cached_property
     def curves(self) -> RunCurves:
         """Return the curves; the first use reads the records of all steps, which may be millions.

@@ -193,10 +193,14 @@ def _title(analysis: Analysis) -> str:
 # --- the columns of a job ---------------------------------------------------------------------------------------------
 def _rows(analysis: Analysis) -> list[dict[str, Entry]]:
     """Return a dict per group with all columns, the most important first."""
-    groups, frame = analysis.groups, analysis.frame[analysis.frame["failure"].isna()]
-    numbers = [key for key in frame if key != "seed" and frame[key].dropna().map(type).isin((int, float)).all()]
+    groups = analysis.groups
+    ended = [row for group in groups for row in group.rows if row["failure"] is None]
+    columns = list(ended[0]) if ended else []
+    numbers = [
+        key for key in columns if key != "seed" and all(type(row[key]) in (int, float, type(None)) for row in ended)
+    ]
     base = _speedup_base(groups)
-    rows = [_row(group, frame if len(frame) else (), numbers, base) for group in groups]
+    rows = [_row(group, columns, numbers, base) for group in groups]
     columns = list(rows[0]) if rows else []
     metrics = [name for name in columns if name.startswith("metric.") and name != "metric.loss"]
     metrics.sort(key=lambda name: name != f"metric.{analysis.job.metric}")

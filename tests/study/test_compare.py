@@ -74,7 +74,7 @@ ONE_CYCLE = ("schedule.name=OneCycleLR", "schedule.max_lr=0.1", "schedule.total_
         ({"settings": ("strategy=hardsync",)}, "--set and --config must leave strategy to --strategies"),
         ({"settings": ("seed=1",)}, "must leave seed to --seeds; got it there. Remove it."),
         ({"metric": "acuracy"}, "metric must be one of accuracy, loss; got 'acuracy'"),
-        ({"baselines": ("dpp",)}, "--baselines must be one of ddp, horovod"),
+        ({"baselines": ("dpp",)}, "baseline must be one of ddp, horovod"),
         ({"rates": {"hardsync": 0.1}}, "--rate must be one of allreduce, gossip_pull"),
         ({"rates": {"allreduce": 0.1}, "tune": 3}, "--rate must be omitted with --tune"),
         ({"settings": ONE_CYCLE, "tune": 3}, "--tune must be omitted with OneCycleLR, whose rates are not"),
@@ -114,7 +114,7 @@ def test_strategies_that_do_the_same_on_one_rank_share_its_runs(tmp_path):
 
 
 def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(baselines.load("horovod"), "why_not", staticmethod(lambda: "It is not there."))
+    monkeypatch.setattr(baselines.catalogue.load("horovod"), "why_not", staticmethod(lambda: "It is not there."))
     strategies = ("allreduce", "parameter_server:servers=3")
     found = ComparedRuns(replace(DECLARED, strategies=strategies, baselines=("horovod",), ranks=(2, 5)), tmp_path)
     assert [group.name for group in found.groups] == ["allreduce", "allreduce", "parameter_server (servers 3)"]

@@ -243,8 +243,7 @@ def _check_options(experiment: Comparison) -> None:
             option = "--strategies NAME:KEY=VALUE" if key == "strategy" else "--seeds"
             raise ConfigError(f"--set and --config must leave {key} to {option}; got it there. Remove it.")
     for baseline in experiment.baselines:
-        if baseline not in baselines.available():
-            raise UnknownNameError("--baselines", baseline, baselines.available())
+        baselines.catalogue.find(baseline)  # raises UnknownNameError
     names = [*experiment.strategies, *experiment.baselines]
     for name in experiment.rates:
         if name not in names:

@@ -104,7 +104,7 @@ def missing(runs: Sequence[PlannedRun], output: Path) -> list[PlannedRun]:
 def prepare(run: PlannedRun, output: Path) -> Path:
     """Create and return the folder of a run before it starts. A partial run that can't be resumed is deleted."""
     folder = output / run.folder
-    if run.kind == "baseline" or not (folder / "checkpoints").exists():
+    if not (folder / "checkpoints").exists():
         shutil.rmtree(folder, ignore_errors=True)
     (folder / FAILURE).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ class TrainedJob:
             if run.kind == "baseline":
                 if not config.parallel.whole:
                     return "its ranks hold the whole model, but parallel.stages is more than 1."
-                return baselines.load(run.name).why_not()
+                return baselines.catalogue.load(run.name).why_not()
             return _rehearsed(config, run.ranks)
 
     def is_plain(self, group: ComparedGroup) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pandas as pd
 from pandas import DataFrame
 
 from hpcdist.config.merge import load
@@ -21,10 +19,11 @@ from hpcdist.tools.compare.experiment import Comparison
 from hpcdist.tools.compare.folder import require_same, write
 from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, mean_metric, plan
 from hpcdist.tools.compare.run_all import ExperimentRuns, Runner, missing
+from hpcdist.tools.compare.trained import is_plain
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.page import sections_of
 from hpcdist.tools.report.results import read_jobs
-from hpcdist.tools.report.table import show, tables, write_csv
+from hpcdist.tools.report.table import csv_rows, show, tables
 from hpcdist.tools.report.verdict import judge
 from hpcdist.tools.report.wording import count
 from hpcdist.tools.statistics import MIN_SEEDS
@@ -95,7 +94,7 @@ class ComparedRuns(ExperimentRuns):
         first_by_rate: dict[float | None, ComparedGroup] = {}  # by the user's learning rate
         shared, sharing = [], []
         for group in runnable:
-            if group.kind == "strategy" and group.ranks == 1 and self.trained.is_plain(group):
+            if group.kind == "strategy" and group.ranks == 1 and not self.trained.reads_strategy and is_plain(group):
                 first = first_by_rate.setdefault(self.experiment.rates.get(group.rate_key), group)
                 sharing += [group.name] * (group is not first)
                 group = replace(first, name=group.name)  # all else of the first, such as its folders
@@ -180,9 +179,7 @@ class ComparedRuns(ExperimentRuns):
     @cached_property
     def table(self) -> DataFrame:
         """Return a row per group, with the columns of `hpcdist report --csv`."""
-        text = io.StringIO()
-        write_csv(tables([self._analysis]), text)
-        return pd.read_csv(io.StringIO(text.getvalue()))
+        return DataFrame(csv_rows(tables([self._analysis])))
 
     @cached_property
     def runs(self) -> DataFrame:

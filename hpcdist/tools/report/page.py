@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +23,7 @@ from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.methods import methods
 from hpcdist.tools.report.results import JobRuns, Progress, read_jobs
-from hpcdist.tools.report.table import as_value, criteria_of
+from hpcdist.tools.report.table import as_value, criteria_of, write_csv
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.version import __version__
 
@@ -98,9 +97,7 @@ def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress
     drawn = _write_figures(output, [section for part in parts for section in part["sections"]], progress)
     rows = [row for analysis in jobs for row in analysis.rows]
     with open(output / "runs.csv", "w", newline="", encoding="utf-8") as csv_file:
-        writer = csv.DictWriter(csv_file, list(dict.fromkeys(key for row in rows for key in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+        write_csv(rows, csv_file, "\r\n")
     numbers_by_job = [numbers(analysis, part["verdict"]) | part["numbers"] for analysis, part in zip(jobs, parts)]
     content = {"version": VERSION, "jobs": numbers_by_job}
     (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))

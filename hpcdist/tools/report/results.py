@@ -18,7 +18,6 @@ from hpcdist.config.merge import differing
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Evaluation
 from hpcdist.tools.runs import COMPARISON, SWEEP, Run, Steps, find_runs, read_comparison
-from hpcdist.tools.statistics import first_reaching
 
 POINTS = 60  # of a loss curve
 PARTS = ("computing", "communicating", "waiting")  # of a rank's time
@@ -118,8 +117,10 @@ class JobRuns:
 
     def reached(self, result: RunResult) -> Evaluation | None:
         """Return the run's first evaluation that met the target; None if none did."""
-        moments = ((moment, moment.metrics.get(self.metric, math.nan)) for moment in result.run.evaluations)
-        return None if self.target is None else first_reaching(moments, self.target, self.higher_is_better)
+        if self.target is None:
+            return None
+        sign, moments = 1 if self.higher_is_better else -1, result.run.evaluations
+        return next((m for m in moments if sign * m.metrics.get(self.metric, math.nan) >= sign * self.target), None)
 
     def bytes_to_target(self, result: RunResult) -> float | None:
         """Return the bytes sent and fetched by all ranks until the target was reached."""

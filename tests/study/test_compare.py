@@ -306,9 +306,9 @@ def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
 def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run = PlannedRun("allreduce", "strategy", 2, 0, ("budget.samples=400", "optimizer.lr=0.1"), "runs/a")
-    with run_all.display_runs("runs", 3) as shown:
+    with run_all.RunsDisplay("runs", 3) as shown:
         assert shown.lines() == []
-        shown.start(run, tmp_path)
+        shown.begin(run, tmp_path)
         assert shown.lines() == ["allreduce, 2 ranks, rate 0.1, seed 0"]
         append_evaluation(tmp_path, Evaluation(1, 0, 100, 2.0, {"accuracy": 0.5, "loss": 9.0}))
         with RecordWriter(record_path(tmp_path, 0)) as records:
@@ -320,7 +320,7 @@ def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatc
         (tmp_path / "evaluations.jsonl").write_text("half\n")
         assert len(shown.lines()) == 1
         shown.end(run, tmp_path, "an error")
-        assert shown.lines() == [] and shown._bar.tasks[0].completed == 1
+        assert shown.lines() == [] and shown.tasks[0].completed == 1
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------

@@ -75,19 +75,14 @@ class ComparedRuns(ExperimentRuns):
         require_same(folder, experiment)  # last: the error should name a wrong setting first
 
     def _split_runnable(self, groups: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
-        """Return the groups that can run, and for each other group a sentence that says why it can't.
-
-        Raises:
-            ConfigError: a setting is wrong, or a strategy can run on none of the numbers of ranks.
-        """
-        runs = [group.run(self.experiment, seed=0) for group in groups]
-        reasons = [(group, self.trained.refusal(run)) for group, run in zip(groups, runs, strict=True)]
+        """Return the groups that can run, and for each other group a sentence that says why it can't."""
+        reasons = [(group, self.trained.refusal(group.run(self.experiment, seed=0))) for group in groups]
         runnable = [group for group, reason in reasons if reason is None]
         for group, reason in reasons:
             if group.kind == "strategy" and group.name not in {other.name for other in runnable}:
                 raise ConfigError(f"{group.name} must be able to run on one of the numbers of ranks; got: {reason}")
-        skipped = [(f"{group.name} is left out on {count(group.ranks, 'rank')}", why) for group, why in reasons if why]
-        return runnable, [f"{group_text}: {why}" for group_text, why in skipped]
+        left_out = [(group.name, count(group.ranks, "rank"), why) for group, why in reasons if why is not None]
+        return runnable, [f"{name} is left out on {ranks}: {why}" for name, ranks, why in left_out]
 
     def _share_runs(self, runnable: Sequence[ComparedGroup]) -> list[ComparedGroup]:
         """Return the groups; on one rank strategies that equal the plain optimizer share the runs of the first."""

@@ -109,8 +109,7 @@ def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress
 def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
     """Draw the part of the page about a job; return its variables for the template, and its `numbers` for JSON.
 
-    Args:
-        prefix: of the names of sections and figures, which must be unique in the page.
+    `prefix` makes the names of sections and figures unique in the page.
     """
     job = analysis.job
     if job.is_sweep:
@@ -118,21 +117,29 @@ def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
         from hpcdist.tools.report.sweep_page import facts_of_sweep, sections_of_sweep
 
         swept = read_sweep(cast(Path, job.comparison))
-        part: dict[str, Any] = {
-            "question": "Which settings?",
-            "facts": facts_of_sweep(swept),
-            "verdict": judge_sweep(swept),
-        }
-        part |= {"sections": sections_of_sweep(swept), "numbers": {"sweep": swept}}
+        question, facts, verdict, numbers = (
+            "Which settings?",
+            facts_of_sweep(swept),
+            judge_sweep(swept),
+            {"sweep": swept},
+        )
+        sections = sections_of_sweep(swept)
     else:
-        part = {"question": "Which strategy?", "facts": _facts(job), "verdict": judge(analysis)}
-        part |= {"sections": sections_of(analysis), "numbers": {}}
-    part["sections"] = [item.prefixed(prefix) for item in part["sections"]]
-    part["methods"] = text = methods(analysis)
-    part["numbers"] |= {"methods": text}
-    virtual = {item.virtual for item in job.runs}
-    part["virtual"] = "" if True not in virtual else "some" if False in virtual else "all"
-    return part | {"name": job.section, "runs": len(job.runs), "prefix": prefix}
+        question, facts, verdict, numbers = "Which strategy?", _facts(job), judge(analysis), {}
+        sections = sections_of(analysis)
+    text, virtual = methods(analysis), {item.virtual for item in job.runs}
+    return {
+        "question": question,
+        "facts": facts,
+        "verdict": verdict,
+        "sections": [section.prefixed(prefix) for section in sections],
+        "methods": text,
+        "numbers": numbers | {"methods": text},
+        "virtual": "" if True not in virtual else "some" if False in virtual else "all",
+        "name": job.section,
+        "runs": len(job.runs),
+        "prefix": prefix,
+    }
 
 
 def _write_figures(output: Path, sections: Sequence[Section], progress: Progress) -> dict[str, str]:
@@ -192,12 +199,7 @@ def sections_of(analysis: Analysis) -> list[Section]:
 
 
 def _render(title: str, *, parts: Sequence[Mapping[str, Any]], drawn: Mapping[str, str]) -> str:
-    """Render the page.
-
-    Args:
-        parts: results of `_part`.
-        drawn: SVG elements of the figures, by name.
-    """
+    """Render the page from the results of `_part` and the SVG elements of the figures by name."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,

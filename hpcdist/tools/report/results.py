@@ -182,7 +182,9 @@ def read_jobs(
     for comparison in sorted(groups, key=lambda folder: str(folder or "")):
         plan = None if comparison is None else read_comparison(comparison)
         if comparison is None or plan is None:
-            jobs += _single_runs(groups[comparison], ", ".join(map(str, folders)), progress)
+            single = [_run(folder) for folder in progress(groups[comparison], READING)]
+            title = ", ".join(map(str, folders))
+            jobs += [_job_of_single_runs(job, title, runs) for job, runs in _by_job(single).items()]
         elif only is None or groups[comparison]:
             jobs.append(_comparison(comparison, plan, only, progress))
     if not any(result.run.ended or job.comparison for job in jobs for result in job.runs):
@@ -239,11 +241,6 @@ def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | 
             f"{folder / COMPARISON} must be written by `hpcdist compare`; got {type(error).__name__}: {error}. Run it "
             "again."
         ) from None
-
-
-def _single_runs(folders: Sequence[Path], title: str, progress: Progress) -> list[JobRuns]:
-    results = [_run(folder) for folder in progress(folders, READING)]
-    return [_job_of_single_runs(job, title, runs) for job, runs in _by_job(results).items()]
 
 
 def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:

@@ -117,16 +117,11 @@ def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
         from hpcdist.tools.report.sweep_page import facts_of_sweep, sections_of_sweep
 
         swept = read_sweep(cast(Path, job.comparison))
-        question, facts, verdict, numbers = (
-            "Which settings?",
-            facts_of_sweep(swept),
-            judge_sweep(swept),
-            {"sweep": swept},
-        )
-        sections = sections_of_sweep(swept)
+        question, facts, verdict = "Which settings?", facts_of_sweep(swept), judge_sweep(swept)
+        sections, of_sweep = sections_of_sweep(swept), {"sweep": swept}
     else:
-        question, facts, verdict, numbers = "Which strategy?", _facts(job), judge(analysis), {}
-        sections = sections_of(analysis)
+        question, facts, verdict = "Which strategy?", _facts(job), judge(analysis)
+        sections, of_sweep = sections_of(analysis), {}
     text, virtual = methods(analysis), {item.virtual for item in job.runs}
     return {
         "question": question,
@@ -134,7 +129,7 @@ def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
         "verdict": verdict,
         "sections": [section.prefixed(prefix) for section in sections],
         "methods": text,
-        "numbers": numbers | {"methods": text},
+        "numbers": {**of_sweep, "methods": text},
         "virtual": "" if True not in virtual else "some" if False in virtual else "all",
         "name": job.section,
         "runs": len(job.runs),

@@ -336,7 +336,7 @@ def test_a_run_that_fails_ends_in_its_last_lines_and_one_that_left_ends_the_comp
 
     with pytest.raises(RunError, match="(?s)exit status 4 of .*; its last lines:.*--progress', 'off'.*the reason$"):
         launched("-n").run(run, tmp_path / "run")
-    with pytest.raises(RunError, match=r"baselines.ddp', 'job.py', '--output', '[^']*', '--set', 'seed=0'\]"):
+    with pytest.raises(RunError, match=r"'train', 'job.py', '--output', .*'--baseline', 'ddp', '--set', 'seed=0'\]"):
         launched("-n").run(replace(run, name="ddp", kind="baseline"), tmp_path / "ddp")
     with pytest.raises(KeyboardInterrupt):
         launched("left").run(run, tmp_path / "run")

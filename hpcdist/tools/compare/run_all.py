@@ -228,11 +228,11 @@ class RunsDisplay(Progress):
         columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
         stderr, shows = Console(stderr=True, highlight=False, markup=False), sys.stderr.isatty()
         left = TextColumn("{task.fields[left]}")
-        super().__init__(*columns, left, console=stderr, disable=not shows, refresh_per_second=REFRESHES_S)
-        self._all = self.add_task(title, total=total, left="")
         self._total, self._done, self._started_s = total, 0, time.monotonic()
         self._running: dict[Path, tuple[PlannedRun, Run]] = {}
         self._changing = threading.Lock()
+        super().__init__(*columns, left, console=stderr, disable=not shows, refresh_per_second=REFRESHES_S)
+        self._all = self.add_task(title, total=total, left="")
 
     def begin(self, run: PlannedRun, folder: Path) -> None:
         with self._changing:

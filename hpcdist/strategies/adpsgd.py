@@ -74,8 +74,9 @@ class ADPSGD(Strategy):
         self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
         self._passive = comm.rank in passive
         self._neighbours = [rank for rank in topology.in_neighbours(comm.rank, 0) if rank != comm.rank]
-        self._shared = [comm.window(p.numel() if self._passive else 0, p.dtype) for p in model.params]
-        self._holder = comm.window(1 if self._passive else 0, torch.int64)  # lock: 1 + the rank that averages here
+        self._shared = [self.opened(comm.window(p.numel() if self._passive else 0, p.dtype)) for p in model.params]
+        # The lock: 1 + the rank that averages here.
+        self._holder = self.opened(comm.window(1 if self._passive else 0, torch.int64))
         shared = [window.local for window in self._shared if self._passive]
         self._x = self.state.sharded("shared", tensors=shared, start="parameters", resets=True)  # a passive rank's
         copy_all(self._x, model.params)
@@ -157,8 +158,7 @@ class ADPSGD(Strategy):
     def close(self) -> None:
         self._x.clear()  # views of the windows' memory
         self.state.tensors.clear()
-        for window in (*self._shared, self._holder):
-            window.close()
+        super().close()
 
 
 def _half_difference(remote: Tensor, local: Tensor, out: Tensor | None = None) -> Tensor:

@@ -12,9 +12,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
-from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import Trial
-from hpcdist.comm.communicator import Communicator, Traffic
+from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import JointCompression, Reduction, spans
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
@@ -126,19 +125,19 @@ class AllReduce(Strategy):
                 f"{config.provider.op}. Leave it out."
             )
         self.updates = self.state.value("updates", 0, self, reshard="first")
-        self._calls = Collectives(comm, Traffic())
-        self.records.count(self._calls.comm)
-        self._averaging = Averaging(self._calls, config.algorithm, config.provider, model, self._record_nonfinite)
+        self._calls = calls = self.open_calls(config.algorithm)
+        averaging = Averaging(calls, config.algorithm, config.provider, model, self._record_nonfinite)
+        self._averaging = self.opened(averaging)
         self._alone = comm.size == 1 and not config.provider
         if self._alone:
             model.keep_gradients(None)
         elif not (config.provider or config.compression):
-            shared = self._calls.shared_zeros(model.params)
+            shared = calls.shared_zeros(model.params)
             if shared is not None:
                 model.keep_gradients(shared)
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
-            self._compressed = Reduction(self._calls.comm, config.compression, model.grads, spans(model))
+            self._compressed = self.opened(Reduction(calls.comm, config.compression, model.grads, spans(model)))
         self.state.reduction("compressed", self._compressed)
         self._agreement = StepAgreement(self)
         self._bad: list[str] = []
@@ -276,11 +275,7 @@ class AllReduce(Strategy):
         result = solve(evaluate)
         self.model.flat_buffers.restore()
         self.updates += 1
-        self.steps += 1
-        self.model.gradients.done()
-        self.gradients.done()
-        outcome = Outcome(self.updates, staleness=(0,) if contributes else ())
-        return self.records.record(self.steps, outcome), result
+        return self.finish_step(Outcome(self.updates, staleness=(0,) if contributes else ())), result
 
     def _mean(self, loss: float) -> Tensor:
         """Collective. Average the loss with the gradients' weights; bitwise equal on all ranks."""
@@ -319,9 +314,3 @@ class AllReduce(Strategy):
         else:
             sum_up.mean(self.model.grads, used)
         return used, bad
-
-    def close(self) -> None:
-        if self._compressed is not None:
-            self._compressed.close()
-        self._averaging.close()
-        self._calls.close()

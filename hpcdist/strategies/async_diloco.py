@@ -100,14 +100,24 @@ class AsyncDiLoCo(ServerStrategy):
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
-        workers = len(self.roles.workers)
-        every = workers if config.every is None else config.every
+        every = self.pushes_per_momentum
         if config.spread * every > 1 + 1e-12:
             raise ConfigError(
                 f"strategy.spread must be at most 1/{every}, that a momentum acts once; got {config.spread}. Take less."
             )
-        self._speeds = comm.window(comm.size, torch.float64) if config.dynamic and comm.size > 1 else None
-        self.compose(lambda: _PeriodWorker(self), lambda: _DeltaServer(self, every, workers))
+        timed = config.dynamic and comm.size > 1
+        self._speeds = self.opened(comm.window(comm.size, torch.float64)) if timed else None
+
+    @property
+    def pushes_per_momentum(self) -> int:
+        """N: pushes to one step of the momentum."""
+        return self.config.every or len(self.roles.workers)
+
+    def make_worker(self) -> _PeriodWorker:
+        return _PeriodWorker(self)
+
+    def make_server(self) -> _DeltaServer:
+        return _DeltaServer(self)
 
     def speeds(self, local_speed: float) -> list[float]:
         """Send this worker's speed, in steps per second, to the first server; return all ranks', 0 for failed ones."""
@@ -118,11 +128,6 @@ class AsyncDiLoCo(ServerStrategy):
             self._speeds.get(all_speeds, server)
             all_speeds[list(self.comm.failures.failed())] = 0.0
         return all_speeds.tolist()
-
-    def close(self) -> None:
-        if self._speeds is not None:
-            self._speeds.close()
-        super().close()
 
 
 class _PeriodWorker(Worker):
@@ -186,10 +191,10 @@ class _PeriodWorker(Worker):
 class _DeltaServer(Server):
     """Apply each push by the rule, and reply with the parameters."""
 
-    def __init__(self, strategy: AsyncDiLoCo, every: int, workers: int):
-        super().__init__(strategy, strategy.replica, strategy.config.learner_deadline_s)
+    def __init__(self, strategy: AsyncDiLoCo):
+        super().__init__(strategy)
         self._shard, self._config = strategy.placement.shard, strategy.config
-        self._every, self._workers = every, workers
+        self._every, self._workers = strategy.pushes_per_momentum, len(strategy.roles.workers)
         state, ranges, like = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
         # θ, m and Δ of the shard.
         self._params = state.sharded("params", like, start="parameters", reshard="first", resets=True, ranges=ranges)

@@ -68,7 +68,7 @@ class D2(Strategy):
                 f"ranks, with {least:.3f}. Set strategy.lazy = true, which mixes by (W + I)/2, or take another graph."
             )
         super().__init__(config, comm, model, **kwargs)
-        self._mixing = Mixing(comm, topology, overlap=False, identity_weight=0.5 if config.lazy else 0.0)
+        self._mixing = self.opened(Mixing(comm, topology, overlap=False, identity_weight=0.5 if config.lazy else 0.0))
         self._changed = self.state.sharded("changed", model.params if comm.size > 1 else [], resets=True)  # c
         self.rates: list[float] = self.state.value("rates", [], self, resets=True)  # of each parameter's last step
 
@@ -94,6 +94,3 @@ class D2(Strategy):
                 elif rate != last_rate:
                     part.mul_(rate / last_rate)
         self.rates = new_rates
-
-    def close(self) -> None:
-        self._mixing.close()

@@ -11,8 +11,6 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
-from hpcdist.comm.communicator import Communicator
-from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, ServerRequest
@@ -132,21 +130,11 @@ class Downpour(ServerStrategy):
     steps_on_workers = True  # with Adagrad on the servers
     config: Config
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
-        super().__init__(config, comm, model, **kwargs)
-        warm_start = WarmStart(config.warm_start, self.roles.workers[0])
-        self.compose(lambda: _Worker(self), lambda: _Server(self, warm_start))
+    def make_worker(self) -> _Worker:
+        return _Worker(self)
 
-
-class WarmStart:
-    """The policy of the warm start: only the first worker pushes for the first updates."""
-
-    def __init__(self, updates: int, leader: int):
-        self._updates, self._leader = updates, leader
-
-    def may_go(self, source: int, clock: int, active: Sequence[int]) -> bool:
-        """Return whether to handle a worker's request now: the leader's always, others' after the warm start."""
-        return source == self._leader or clock >= self._updates or self._leader not in active
+    def make_server(self) -> _Server:
+        return _Server(self)
 
 
 class _Worker(Worker):
@@ -215,10 +203,10 @@ class _Worker(Worker):
 class _Server(Server):
     """Apply pushes one at a time, and reply to fetches with the current parameters."""
 
-    def __init__(self, strategy: Downpour, warm_start: WarmStart):
+    def __init__(self, strategy: Downpour):
+        super().__init__(strategy)
         config = strategy.config
-        super().__init__(strategy, strategy.replica, config.learner_deadline_s)
-        self._warm_start = warm_start
+        self._warm_start, self._leader = config.warm_start, strategy.roles.workers[0]
         self._rule: ShardAdagrad | Aggregate  # the latter for the job's optimiser
         if config.server_rule == "optimizer":
             self._rule = Aggregate(self.model, self.placement.shard, apart=False)
@@ -232,8 +220,8 @@ class _Server(Server):
         """Handle waiting requests; requests of other workers than the first after the warm start."""
 
         def due() -> ServerRequest | None:
-            clock, active = self.replica.clock, self.active()
-            return next((r for r in self.waiting if self._warm_start.may_go(r.source, clock, active)), None)
+            all_go = self.replica.clock >= self._warm_start or self._leader not in self.active()
+            return next((r for r in self.waiting if all_go or r.source == self._leader), None)
 
         while (request := due()) is not None:
             self.waiting.remove(request)

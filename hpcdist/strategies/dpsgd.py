@@ -100,6 +100,7 @@ class DPSGD(Strategy):
             self._mixing = CompressedMixing(comm, topology, model, config.compression, config.rate, self.state)
         else:
             self._mixing = Mixing(comm, topology, overlap=config.overlap)
+        self.opened(self._mixing)
         self.state.before_load(self._mixing.drop)  # messages in flight have old parameters
 
     def advance(self, update: Update) -> Outcome:
@@ -115,9 +116,6 @@ class DPSGD(Strategy):
         """Collective. Drop the exchange in flight; the next epoch starts it again with the parameters of then."""
         if isinstance(self._mixing, Mixing):
             self._mixing.drop()
-
-    def close(self) -> None:
-        self._mixing.close()
 
 
 class CompressedMixing:

@@ -56,7 +56,7 @@ class GradientTracking(Strategy):
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         topology = conserving(config.topology, comm, "gradient_tracking")
         super().__init__(config, comm, model, **kwargs)
-        self._mixing = Mixing(comm, topology, overlap=False)
+        self._mixing = self.opened(Mixing(comm, topology, overlap=False))
         like = model.params if comm.size > 1 else []
         # After y's first tensor two flags per parameter are sent: this rank has a gradient; only some ranks have one.
         # `_sent` is y with these flags, `tracked` the views of y in it.
@@ -115,6 +115,3 @@ class GradientTracking(Strategy):
         update()
         for parameter, gradient in originals:
             parameter.grad = gradient
-
-    def close(self) -> None:
-        self._mixing.close()

@@ -82,9 +82,9 @@ class LocalSGD(Periodic):
         super().__init__(config, comm, model, **kwargs)
         self._node_mean: collectives.AllReduce | None = None  # this rank's node
         if config.node_period is not None:
-            node = comm.split(comm.nodes[comm.rank])
+            node = self.opened(comm.split(comm.nodes[comm.rank]))
             self.records.count(node)
-            self._node_mean = collectives.load(config.algorithm)(node)
+            self._node_mean = self.opened(collectives.load(config.algorithm)(node))
         self._moments = Moments(comm, model)
         self.state.after_load(self._moments.reset)
 
@@ -115,9 +115,3 @@ class LocalSGD(Periodic):
                     reduce.mean(flat)
 
             self._moments.average(optimizer, average)
-
-    def close(self) -> None:
-        if self._node_mean is not None:
-            self._node_mean.close()
-            self._node_mean.comm.close()
-        super().close()

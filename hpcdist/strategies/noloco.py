@@ -63,7 +63,7 @@ class NoLoCo(Strategy):
             Named(name="random_groups", group=config.group if comm.size > 1 else 1, seed=config.seed), comm
         )
         super().__init__(config, comm, model, **kwargs)
-        self._mixing = Mixing(comm, groups, overlap=False)
+        self._mixing = self.opened(Mixing(comm, groups, overlap=False))
         templates = model.params if comm.size > 1 else []
         self.outer = self.state.sharded("outer", templates, start="parameters", reshard="mean", resets=True)  # x
         self._momentum = self.state.sharded("momentum", templates, reshard="mean")  # v
@@ -90,6 +90,3 @@ class NoLoCo(Strategy):
                     v.mul_(config.outer_momentum).add_(move, alpha=config.outer_lr)
                     v.add_(mean.sub_(x), alpha=config.pull)
                     move.copy_(x.add_(v))  # θ = x
-
-    def close(self) -> None:
-        self._mixing.close()

@@ -55,7 +55,7 @@ class QGDSGD(Strategy):
         super().__init__(config, comm, model, **kwargs)
         if self.optimizer is not None and comm.size > 1:
             self._sgd()
-        self._mixing = Mixing(comm, topology, overlap=False)
+        self._mixing = self.opened(Mixing(comm, topology, overlap=False))
         like = model.params if comm.size > 1 else []
         self._momentum = self.state.sharded("momentum", like, reshard="mean", resets=True)  # m̂
         self._change = self.state.scratch([torch.empty_like(x) for x in like])  # −x before the step, then xₜ₊₁ − xₜ
@@ -97,6 +97,3 @@ class QGDSGD(Strategy):
             f"the optimiser of qg_dsgd must be torch.optim.SGD without dampening; got {got}. Take SGD with momentum, "
             "or strategy d2 or gradient_tracking."
         )
-
-    def close(self) -> None:
-        self._mixing.close()

@@ -134,7 +134,7 @@ class Sandblaster(Strategy):
         super().__init__(config, comm, model, **kwargs)
         self.coordinates, self.has_shard = comm.rank == COORDINATOR, comm.rank in roles.shards
         self.joint: JointBatch | None = None  # the batch of the next step, set by the loop
-        self.point = SharedPoint(comm, roles.shards, model.params)
+        self.point = self.opened(SharedPoint(comm, roles.shards, model.params))
         if comm.size > 1:
             self.sums, self.work = self._open_channels()
         self._asked: dict[int, ServerRequest] = {}  # requests to the coordinator without a reply, by worker
@@ -171,13 +171,14 @@ class Sandblaster(Strategy):
             self.model.params, names=0, clocks=2, values=MAX_OPERATIONS * FIELDS, replies=results,
             without_tensors={COORDINATOR},
         )  # fmt: skip
+        self.opened(sums)
         if one_rank_serves:
             return sums, sums
         asking = Roles(needed, (), roles.workers, dict.fromkeys(roles.workers, (COORDINATOR,)))
         work = RequestChannel(
             self.comm, asking, {COORDINATOR: Shard(())}, [], names=0, clocks=0, values=NUMBERS, replies=results
         )
-        return sums, work
+        return sums, self.opened(work)
 
     def _settings(self) -> LbfgsSettings:
         config = self.config
@@ -227,12 +228,10 @@ class Sandblaster(Strategy):
             loss = self.worker.step(closure, self.joint)
         if self.coordinates:
             self.coordinator.finish()
-        else:
-            self.steps += 1
-        self.model.gradients.done()
         staleness = (0,) if self.joint.share else ()
         event, self._event = self._event, None
-        record = self.records.record(self.steps, Outcome(self.worker.clock, staleness, event))
+        counted = 0 if self.coordinates else 1  # `_report` has counted it there
+        record = self.finish_step(Outcome(self.worker.clock, staleness, event), counted)
         return record, torch.tensor(loss, dtype=torch.float64)
 
     def _ask(self, message: Sequence[float]) -> list[float]:
@@ -349,12 +348,6 @@ class Sandblaster(Strategy):
         params = [flat.clone() for flat in self.model.params]
         broadcast_shards(self.comm, self.point.shards.items(), params)
         return with_buffers(self, params)
-
-    def close(self) -> None:
-        self.point.close()
-        if self.comm.size > 1:
-            for channel in dict.fromkeys((self.sums, self.work)):  # in the same order on all ranks
-                channel.close()
 
 
 def _reply(request: ServerRequest, numbers: Sequence[float]) -> Reply:

@@ -65,7 +65,7 @@ class SGP(Strategy):
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         topology = make_topology(config.topology, comm)
         super().__init__(config, comm, model, **kwargs)
-        self._mixing = Mixing(comm, topology, overlap=config.overlap)
+        self._mixing = self.opened(Mixing(comm, topology, overlap=config.overlap))
         self._biased = not topology.doubly_stochastic
         templates = model.params if self._biased else ()
         self._x = self.state.sharded("x", templates, start="parameters", resets=True)
@@ -119,6 +119,3 @@ class SGP(Strategy):
     def pause(self) -> None:
         """Collective. Drop the exchange in flight; the next epoch starts with it."""
         self._mixing.drop()
-
-    def close(self) -> None:
-        self._mixing.close()

@@ -118,9 +118,9 @@ class SlowMo(Periodic):
         self._moments = Moments(comm, model)
         self._base: Strategy | None = None
         if config.base.name != "local" and not self.alone:
-            self._base = BASES[config.base.name](config.base_options(), comm.split(0), model)
-            for channel in self._base.records.channels:
-                self.records.count(channel)
+            channel = self.opened(comm.split(0))
+            self._base = self.opened(BASES[config.base.name](config.base_options(), channel, model))
+            self.records.channels += self._base.records.channels
             self._base.gradients = self.gradients  # clips and skips by this strategy's options
             self.state.include("base", self._base.state)
             self.state.parameters = self._base.state.parameters
@@ -185,9 +185,3 @@ class SlowMo(Periodic):
         super().reset_from_model()
         if self._base is not None:
             self._base.reset_from_model()
-
-    def close(self) -> None:
-        if self._base is not None:
-            self._base.close()
-            self._base.comm.close()
-        super().close()

@@ -10,8 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.collectives.calls import Collectives, Work
-from hpcdist.comm.communicator import Communicator, Traffic
+from hpcdist.collectives.calls import Work
+from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
@@ -73,9 +73,7 @@ class SPARTA(Strategy):
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self.alone = comm.size == 1
-        self.calls = Collectives(comm, Traffic())
-        self.records.count(self.calls.comm)
-        self.calls.algorithm(config.algorithm)
+        self.calls = self.open_calls(config.algorithm)
         self._parts: dict[int, Part] = {}  # parts in flight, by the step that sent them
         self.state.custom("under_way", self._save_parts, self._load_parts, self._parts.clear)
         self.state.before_save(self._complete)
@@ -159,9 +157,6 @@ class SPARTA(Strategy):
     def reset_from_model(self) -> None:
         self._complete()
         self._parts.clear()
-
-    def close(self) -> None:
-        self.calls.close()
 
 
 def _bernoulli(generator: np.random.Generator, length: int, share: float) -> Tensor:

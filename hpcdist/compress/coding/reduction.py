@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -50,6 +50,7 @@ class Reduction:
         self._comm, self._config, self._over_senders = comm, config, over_senders
         self.feedbacks = config.feedbacks(comm, templates, spans)
         residuals = [feedback.residual for feedback in self.feedbacks]
+        # Memory for the sums; None: the tensor's, if its dtype and device are those of the residual.
         self._sums = [
             None if (flat.dtype, flat.device) == (residual.dtype, residual.device) else torch.empty_like(residual)
             for flat, residual in zip(templates, residuals, strict=True)
@@ -65,26 +66,23 @@ class Reduction:
         The divisor is the number of ranks that have sent, or 1 where elements are means already (`over_senders`).
         """
         self.calls += 1
+        warming, size = self.calls <= self._config.warmup_steps, self._comm.size
+        senders = min(self._config.warmup_ranks or size, size) if warming else size
+        outs = [tensor if out is None else out for tensor, out in zip(tensors, self._sums, strict=True)]
         with only_used(self.feedbacks, used):
-            return self._sum(tensors)
-
-    def _sum(self, tensors: Sequence[Tensor]) -> int:
-        config = self._config
-        senders = self._comm.size
-        if self.calls <= config.warmup_steps and config.warmup_ranks is None:
-            for tensor, feedback in zip(tensors, self.feedbacks, strict=True):
-                feedback.add_residual_(tensor)
-                self._allreduce(tensor)
-            return senders
-        if self.calls <= config.warmup_steps and config.warmup_ranks is not None:
-            senders = min(config.warmup_ranks, senders)
-        if isinstance(self.feedbacks[0].compressor, (Linear, Recoded)):
-            self._reduce(tensors, senders)
-        else:
-            self._gather(tensors, senders)
-            if self._over_senders:
-                return 1
-        return senders
+            if warming and self._config.warmup_ranks is None:
+                for tensor, feedback in zip(tensors, self.feedbacks, strict=True):
+                    feedback.add_residual_(tensor)
+                    self._allreduce(tensor)
+                return size
+            if isinstance(self.feedbacks[0].compressor, (Linear, Recoded)):
+                self._reduce(tensors, outs, senders)
+            else:
+                self._gather(tensors, outs, senders)
+        for tensor, out in zip(tensors, outs, strict=True):
+            if out is not tensor:
+                tensor.copy_(out)
+        return 1 if self._over_senders else senders
 
     def mean(self, tensors: Sequence[Tensor], used: Used = None) -> None:
         """Collective. Replace the tensors by their means over the ranks that have sent."""
@@ -95,21 +93,18 @@ class Reduction:
             if total is not tensor:
                 tensor.copy_(total)
 
-    def _reduce(self, tensors: Sequence[Tensor], senders: int) -> None:
+    def _reduce(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], senders: int) -> None:
         idle = self._comm.rank >= senders  # in a warm-up only some ranks send
-        for tensor, feedback, out in zip(tensors, self.feedbacks, self._outs(tensors), strict=True):
+        for tensor, feedback, out in zip(tensors, self.feedbacks, outs, strict=True):
             compressor, residual = feedback.compressor, feedback.to_send(tensor.zero_() if idle else tensor)
             if isinstance(compressor, Linear):
                 compressor.reduce(residual, out, self._comm.size, self._allreduce)
             elif isinstance(compressor, Recoded):
                 recode(self._comm, compressor, residual, out, senders)
-            if out is not tensor:
-                tensor.copy_(out)
 
-    def _gather(self, tensors: Sequence[Tensor], senders: int) -> None:
+    def _gather(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], senders: int) -> None:
         idle = self._comm.rank >= senders  # in a warm-up only some ranks send
         messages = [] if idle else [f.encode(tensor) for f, tensor in zip(self.feedbacks, tensors, strict=True)]
-        outs = self._outs(tensors)
         for out in (*outs, *self._counts):
             out.zero_()
         for messages_of_rank in gather(self._comm, messages, len(tensors), range(senders)):
@@ -120,13 +115,6 @@ class Reduction:
         for total, counts in zip(outs, self._counts):
             for out, count in alongside(total, counts):
                 out.div_(count.clamp_(min=1))
-        for tensor, out in zip(tensors, outs, strict=True):
-            if out is not tensor:
-                tensor.copy_(out)
-
-    def _outs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the memory for each sum: the tensor, or a work tensor if its dtype or device differs."""
-        return [tensor if out is None else out for tensor, out in zip(tensors, self._sums, strict=True)]
 
     def close(self) -> None:
         """Collective. Release the all-reduce."""
@@ -150,29 +138,47 @@ def recode(comm: Communicator, compressor: Recoded, tensor: Tensor, out: Tensor,
     communication efficient and fault tolerant", 2019; Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu,
     "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression", 2019.
     """
-    cuts = bounds(tensor.numel(), comm.size)
-    chunks = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
-    local_chunk = chunks[comm.rank]
-    ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # ranks start with different peers
-    sends = [_send(comm, compressor.share(tensor[chunks[dest]], comm.size), dest) for dest in ahead]
-    local = tensor[local_chunk]
+    chunks = [slice(*pair) for pair in itertools.pairwise(bounds(tensor.numel(), comm.size))]
+    arrivals = exchange(comm, lambda dest: compressor.share(tensor[chunks[dest]], comm.size))
+    local = tensor[chunks[comm.rank]]
     total = compressor.start_sum(local, comm.size)
-    for source in reversed(ahead):
-        compressor.add(receive(comm, source), total)
-    message = compressor.combine(total, senders)
+    for _, message in arrivals:
+        compressor.add(message, total)
+    combined = compressor.combine(total, senders)
     if total is not local:
         local.add_(total)  # the errors of the message and of the sum
-    sends += [_send(comm, message, dest) for dest in ahead]
-    compressor.decode(message, out[local_chunk])
-    for source in reversed(ahead):
-        compressor.decode(receive(comm, source), out[chunks[source]])
-    for request, _ in sends:
-        request.wait()
+    arrivals = exchange(comm, lambda _: combined)
+    compressor.decode(combined, out[chunks[comm.rank]])
+    for source, message in arrivals:
+        compressor.decode(message, out[chunks[source]])
 
 
-def _send(comm: Communicator, message: Tensor, dest: int) -> tuple[Request, Tensor]:
-    """Start sending; return the request, and the message, to be kept until the request completes."""
-    return comm.isend(message, dest, TAG), message
+def exchange(
+    comm: Communicator, message_to: Callable[[int], Tensor] | None, sources: Container[int] | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Collective. Send `message_to(dest)` to every other rank; return an iterator over (source, message received).
+
+    Messages are sent before this function returns. The iterator must be exhausted: it receives, and completes sends.
+
+    Args:
+        message_to: None: this rank sends nothing.
+        sources: the ranks that send; None: all.
+    """
+    ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # ranks start with different peers
+    sends: list[tuple[Request, Tensor]] = []  # a message must be kept until its request completes
+    if message_to is not None:
+        for dest in ahead:
+            message = message_to(dest)
+            sends.append((comm.isend(message, dest, TAG), message))
+
+    def arrive() -> Iterator[tuple[int, Tensor]]:
+        for source in reversed(ahead):
+            if sources is None or source in sources:
+                yield source, receive(comm, source)
+        for request, _ in sends:
+            request.wait()
+
+    return arrive()
 
 
 def receive(comm: Communicator, source: int) -> Tensor:
@@ -201,16 +207,6 @@ def gather(comm: Communicator, messages: Sequence[Tensor], count: int, senders: 
 
     Bytes sent by a sender: p − 1 times its messages, and 4 for each message but the last. Receivers probe for lengths.
     """
-    joined = {}
-    sends = []
-    if comm.rank in senders:
-        joined[comm.rank] = join_messages(messages)
-        others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # ranks start with different peers
-        sends = [comm.isend(joined[comm.rank], dest, TAG) for dest in others]
-    for step in range(1, comm.size):
-        source = (comm.rank - step) % comm.size
-        if source in senders:
-            joined[source] = receive(comm, source)
-    for send in sends:
-        send.wait()
+    local = join_messages(messages) if comm.rank in senders else torch.empty(0)
+    joined = dict(exchange(comm, (lambda _: local) if comm.rank in senders else None, senders)) | {comm.rank: local}
     return [split_message(joined[source], count) for source in senders]

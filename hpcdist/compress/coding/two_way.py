@@ -13,7 +13,7 @@ from hpcdist.collectives.base import bounds
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress.base import Span
 from hpcdist.compress.coding.feedback import CompressionConfig, Feedback, Used, only_used
-from hpcdist.compress.coding.reduction import TAG, receive
+from hpcdist.compress.coding.reduction import exchange
 from hpcdist.errors import ConfigError
 
 
@@ -85,26 +85,20 @@ class TwoWayMean:
 
     def _average(self, tensor: Tensor, chunks: list[slice], sent: list[Feedback], back: Feedback) -> None:
         comm = self._comm
-        ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # ranks start with different peers
-        messages = {dest: sent[dest].encode(tensor[chunks[dest]]) for dest in (*ahead, comm.rank)}
-        requests = [comm.isend(messages[dest], dest, TAG) for dest in ahead]
+        arrived = {comm.rank: sent[comm.rank].encode(tensor[chunks[comm.rank]])}
+        arrived |= exchange(comm, lambda dest: sent[dest].encode(tensor[chunks[dest]]))
         decoder = sent[comm.rank]
         reuses_tensor = tensor.dtype == back.residual.dtype and tensor.is_cpu  # its memory is free: all is encoded
         total = tensor[chunks[comm.rank]].zero_() if reuses_tensor else torch.zeros_like(back.residual)
-        arrived = {comm.rank: messages[comm.rank]}
-        arrived |= {source: receive(comm, source) for source in reversed(ahead)}
         for source in range(comm.size):
             decoder.compressor.add(arrived[source], total)
         message = back.encode(total.div_(comm.size))
-        requests += [comm.isend(message, dest, TAG) for dest in ahead]
-        arrived = {comm.rank: message} | {source: receive(comm, source) for source in reversed(ahead)}
+        arrived = {comm.rank: message, **dict(exchange(comm, lambda _: message))}
         for source, chunk in enumerate(chunks):
             mean = tensor[chunk] if reuses_tensor else torch.empty(chunk.stop - chunk.start, dtype=back.residual.dtype)
             sent[source].compressor.decode(arrived[source], mean)
             if not reuses_tensor:
                 tensor[chunk] = mean.to(tensor)
-        for request in requests:
-            request.wait()
 
     def coders(self) -> list[list[dict]]:
         """Return the compressors' state, for a checkpoint."""

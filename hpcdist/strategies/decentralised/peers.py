@@ -8,6 +8,7 @@ when all ranks shrink the group.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -23,7 +24,8 @@ from hpcdist.comm.transfer import WIDE
 from hpcdist.compress import CompressionConfig
 from hpcdist.compress.fp16 import Cast
 from hpcdist.errors import ConfigError, RankFailedError
-from hpcdist.strategies.base import Strategy
+from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.records import Recorder
 from hpcdist.strategies.common.state import State
 
@@ -62,22 +64,6 @@ class WireConfig(Strategy.Config):
                 f"in half precision; got {chosen.warmup_steps} and {chosen.error_feedback}. Leave them out."
             )
         return self
-
-
-class MixingConfig(WireConfig, PeersConfig):
-    """Options of strategies that average parameters with random ranks.
-
-    Steps count from 1. With `order = "before"` the gradient is computed at the parameters before averaging, as in
-    D-PSGD; the local optimiser then steps from the averaged parameters.
-    """
-
-    interval: int = Field(1, ge=1, description="steps between averages")
-    order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
-    include_self: bool = Field(True, description="a rank may choose itself, as in the paper: then it does not average")
-
-    def mixes(self, step: int, order: str) -> bool:
-        """Return whether to average in this step at this time, `order` = "before" or "after" the local step."""
-        return order == self.order and step % self.interval == 0
 
 
 class Peers:
@@ -147,6 +133,47 @@ class Wire:
             limit = torch.finfo(packed.dtype).max
             packed.copy_(flat.detach().clamp(-limit, limit))
         return self._packed or params
+
+
+class Gossip(Strategy):
+    """Base of strategies that average parameters with random ranks, before or after the local step.
+
+    With `order = "before"` the gradient is computed at the parameters before averaging, as in D-PSGD; the local
+    optimiser then steps from the averaged parameters.
+    """
+
+    class Config(WireConfig, PeersConfig):
+        """Options of strategies that average parameters with random ranks."""
+
+        interval: int = Field(1, ge=1, description="steps between averages")
+        order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
+        include_self: bool = Field(
+            True, description="a rank may choose itself, as in the paper: then it does not average"
+        )
+
+    config: Config
+
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
+        super().__init__(config, comm, model, **kwargs)
+        self.peers = Peers(comm, self.records)
+        self.wire = Wire(config.compression, model.params, self.state)
+
+    @abc.abstractmethod
+    def mix(self, due: bool) -> None:
+        """Average with other ranks; `due`: this step is one in `interval`."""
+
+    def local_step(self, update: Update) -> Outcome:
+        """Run the local optimiser."""
+        return self.gradients.step_alone(update)
+
+    def advance(self, update: Update) -> Outcome:
+        due = (self.steps + 1) % self.config.interval == 0
+        if self.config.order == "before":
+            self.mix(due)
+        outcome = self.local_step(update)
+        if self.config.order == "after":
+            self.mix(due)
+        return outcome
 
 
 def average_in(local: Sequence[Tensor], received: Sequence[Tensor], count: int, weight: int) -> None:

@@ -236,7 +236,7 @@ class GradientServer(Server):
     """
 
     def __init__(self, strategy: ServerStrategy, policy: Policy):
-        super().__init__(strategy, strategy.replica, strategy.config.learner_deadline_s)
+        super().__init__(strategy)
         self.policy, self._synchronous = policy, strategy.synchronous
         self._count = len(strategy.hyperparameters)
         norm, self._servers = strategy.update_norm, strategy.servers
@@ -351,6 +351,15 @@ class GradientServer(Server):
         self.aggregate.factors = [self.policy.factor(self.replica.clock - clock) for clock in self.aggregate.clocks]
 
 
-def exchange_gradients(strategy: ServerStrategy, policy: Policy, *, overlap: bool = False) -> None:
-    """Compose a strategy whose servers update by this policy; see `GradientWorker` for `overlap`."""
-    strategy.compose(lambda: GradientWorker(strategy, overlap=overlap), lambda: GradientServer(strategy, policy))
+class GradientStrategy(ServerStrategy):
+    """Base of strategies whose workers push gradients, and whose servers update by a policy."""
+
+    @abc.abstractmethod
+    def policy(self) -> Policy:
+        """Create the policy of this rank, a server or aggregator."""
+
+    def make_worker(self) -> Worker:
+        return GradientWorker(self, overlap=getattr(self.config, "overlap", False))
+
+    def make_server(self) -> Server:
+        return GradientServer(self, self.policy())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import State, copy_all
 from hpcdist.strategies.server.channel import CHECK_S, PAUSE, Replies, Reply, RequestChannel, ServerRequest
 from hpcdist.strategies.server.placement import Placement
@@ -56,21 +57,19 @@ class Server(abc.ABC):
 
     A request of a worker's next period waits until that period starts here.
 
-    Args:
-        deadline_s: seconds without a request after which a worker is evicted; None: never.
-
     Attributes:
         waiting: requests without a reply, in order of arrival.
         due_s: time at which to call `apply_due` if no request arrives before; None: never.
-        evicted: workers that have failed, or were silent for `deadline_s`; the server does not wait for them.
+        evicted: workers that have failed, or were silent for `learner_deadline_s`; the server does not wait for them.
         update: runs the local optimiser on the gradients in the model.
         applied: on a worker that is a server, the staleness of the gradients applied here since its last step.
     """
 
-    def __init__(self, strategy: Strategy, replica: Replica, deadline_s: float | None):
+    def __init__(self, strategy: Any):  # a `ServerStrategy`, whose module imports this one
         self.strategy, self.comm, self.model = strategy, strategy.comm, strategy.model
-        self.replica, self.placement, self.channel = replica, replica.placement, replica.channel
-        self.inbox, self._deadline_s = self.channel.inbox, deadline_s
+        self.replica, self.placement = strategy.replica, strategy.placement
+        self.channel = self.replica.channel
+        self.inbox, self._deadline_s = self.channel.inbox, strategy.config.learner_deadline_s
         self._watches = self.comm.failures.tolerant or self._deadline_s is not None
         self.waiting: list[ServerRequest] = []
         self.due_s: float | None = None

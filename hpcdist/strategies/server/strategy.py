@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ class ServerStrategy(Strategy):
     A period of service (an epoch, or the steps until a checkpoint) ends when every worker has paused. A request of a
     worker's next period waits until this rank starts the period, too.
 
-    A subclass calls `compose` at the end of its `__init__`.
+    A subclass creates the worker's loop and the server's.
 
     Attributes:
         placement: this rank's shard, parents and children.
@@ -135,12 +135,13 @@ class ServerStrategy(Strategy):
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1  # largest number of gradients in a request
         values = len(self.hyperparameters) * self.sends_hyperparameters + self.synchronous  # see `Worker.stamps`
-        self.replica.channel = RequestChannel(
+        channel = RequestChannel(
             comm, roles, placement.shards, model.params, len(model.slots), clocks, *self._slots(), values=values
         )
+        self.replica.channel = self.opened(channel)
         serves, counters = comm.rank in roles.servers, self.hyperparameters.counters
         if self.update_norm is not None and len(roles.servers) > 1:
-            self.servers = comm.split(0 if serves else 1)
+            self.servers = self.opened(comm.split(0 if serves else 1))
         self.state.parameters = lambda: Flats(self.server.master(), placement.shard.ranges) if serves else None
         self.state.before_load(self._forget_moments_of_others)
 
@@ -153,19 +154,20 @@ class ServerStrategy(Strategy):
             reshard=lambda saved: [pair for of_rank in saved for pair in of_rank], optional=True,
         )  # fmt: skip
 
-    def compose(self, worker: Callable[[], Worker], server: Callable[[], Server]) -> None:
-        """Create this rank's worker and server; a single rank has neither, and runs the local optimiser.
+        if self.is_worker:
+            self.worker = self.make_worker()
+        if placement.children:
+            self.server = self.make_server()
+        if placement.colocated:
+            channel.client.on_wait = self.server.serve_waiting
 
-        Args:
-            worker: creates the object that takes a worker's steps.
-            server: creates the object that handles a server's requests.
-        """
-        if self.is_worker and not self.placement.alone:
-            self.worker = worker()
-        if self.placement.children:
-            self.server = server()
-        if self.placement.colocated:
-            self.replica.channel.client.on_wait = self.server.serve_waiting
+    @abc.abstractmethod
+    def make_worker(self) -> Worker:
+        """Create the object that takes a worker's steps; a single rank has none, and runs the local optimiser."""
+
+    @abc.abstractmethod
+    def make_server(self) -> Server:
+        """Create the object that handles a server's or aggregator's requests."""
 
     def _check_stages(self) -> None:
         """Raise ConfigError where an option does not work with a model in pipeline stages."""
@@ -242,12 +244,6 @@ class ServerStrategy(Strategy):
 
     def _shards_of_servers(self) -> list[tuple[int, Shard]]:
         return [(server, self.placement.shards[server]) for server in self.roles.servers]
-
-    def close(self) -> None:
-        if self.servers is not None:
-            self.servers.close()
-        if not self.placement.alone:
-            self.replica.channel.close()
 
     def _forget_moments_of_others(self) -> None:
         """Drop the local optimiser's state of parameters that other ranks' optimisers update."""

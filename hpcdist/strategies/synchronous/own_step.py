@@ -11,8 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.collectives.calls import Collectives
-from hpcdist.comm.communicator import Communicator, Traffic
+from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import groups
@@ -64,9 +63,7 @@ class OwnStep(Strategy):
                 "which is complex. Take allreduce, or hold it as two real ones."
             )
         self.updates = self.state.value("updates", 0, self, reshard="first")
-        self.calls = Collectives(comm, Traffic())
-        self.records.count(self.calls.comm)
-        self.calls.algorithm(config.algorithm)
+        self.calls = self.open_calls(config.algorithm)
         self.average = partial(self.calls.all_reduce, op="mean", algorithm=config.algorithm)
         self.agreement = StepAgreement(self)
         if self.optimizer is not None:
@@ -146,9 +143,6 @@ class OwnStep(Strategy):
         for slot, group, is_used in zip(self.model.slots, groups(self.model, self.optimizer), used, strict=True):
             if is_used and group is not None:
                 yield Trained(slot.name, slot.tensor, group, tuple(slot.view(flat) for flat in flats))
-
-    def close(self) -> None:
-        self.calls.close()
 
 
 def rate_of(group: Mapping[str, Any]) -> float:

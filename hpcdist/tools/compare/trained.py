@@ -13,12 +13,13 @@ from hpcdist.config.job import JobConfig
 from hpcdist.config.merge import load
 from hpcdist.config.optimizer import OWN_RATES, optimizers
 from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.session.run import arguments_by_name
 from hpcdist.tools import baselines
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, groups
 from hpcdist.tools.compare.script import OF_EVERY_RUN, placeholders
 from hpcdist.tools.compare.space import read_axis
-from hpcdist.tools.report.results import is_higher_better
+from hpcdist.tools.report.results import CHECKPOINTS, is_higher_better
 from hpcdist.train.job import prepare_data
 from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
@@ -115,6 +116,12 @@ class TrainedScript:
             )
         if not is_function and not names <= {*OF_EVERY_RUN, *swept}:
             raise ConfigError(f"{where} must be of {', '.join([*OF_EVERY_RUN, *swept])}; got {got}. Remove others.")
+        for name, path in arguments_by_name(experiment.arguments or (), Path("{run}")).items():
+            if path and CHECKPOINTS.fullmatch(name):
+                raise ConfigError(
+                    "ARGS must put the checkpoints of each run into its own folder, since another run would continue "
+                    f"from those in {path}; got --{name} {path}. Write --{name} {{run}}/checkpoints."
+                )
 
     def refusal(self, run: PlannedRun) -> str | None:
         """Check the options of a run's strategy; see `TrainedJob.refusal`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,9 @@ LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity")  # parts
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps an iteration with a progress display under a title
 READING = "reading runs"
 REFERENCE = "allreduce"  # default strategy that others are compared with
+# Names of a script's arguments that only say where it writes.
+CHECKPOINTS = re.compile(r"(checkpoint|ckpt)(s|s?[_-]?(dir|directory|folder|path))")
+WRITTEN = re.compile(rf"(out|output|save|log|result|run)s?([_-]?(dir|folder|path|file))?|{CHECKPOINTS.pattern}")
 
 
 class RunCurves(NamedTuple):
@@ -258,7 +262,8 @@ def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
 def _job_of_single_runs(job: str | None, title: str, results: Sequence[RunResult]) -> JobRuns:
     """Return the single runs of a job; runs that differ in their seeds only get the same name, and so form a group."""
     settings = _settings(results)
-    runs = [replace(result, name=_name(result, settings)) for result in results]
+    naming = {key: values for key, values in settings.items() if _is_naming(key, values, results)}
+    runs = [replace(result, name=_name(result, naming)) for result in results]
     metric = _first_metric(runs)
     n_by_ranks = Counter(result.ranks for result in runs)  # the reference is on the most frequent number of ranks
     ordered = sorted(runs, key=lambda r: (not r.run.ended, r.run.strategy != REFERENCE, -n_by_ranks[r.ranks]))
@@ -282,6 +287,19 @@ def _settings(runs: Sequence[RunResult]) -> dict[str, dict[Path, str]]:
     """Return the settings, other than seeds, in which runs differ: values by folder, by dotted key."""
     different = differing({result.run.folder: result.run.settings for result in runs if result.run.start})
     return {key: values for key, values in different.items() if key.rpartition(".")[2] != "seed"}
+
+
+def _is_naming(key: str, values: Mapping[Path, str], runs: Sequence[RunResult]) -> bool:
+    """Return whether a setting tells groups apart: no path to write to, nor the strategy or seed again."""
+    argument = key.removeprefix("arguments.")
+    if argument == key:
+        return True
+    if WRITTEN.fullmatch(argument) and not any(value.isdigit() for value in values.values()):
+        return False
+    own = zip(*((result.run.strategy, str(result.seed)) for result in runs))
+    return not any(
+        all(values.get(result.run.folder) in (None, value) for result, value in zip(runs, of_all)) for of_all in own
+    )
 
 
 def _name(result: RunResult, settings: Mapping[str, Mapping[Path, str]]) -> str:

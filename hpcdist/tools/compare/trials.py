@@ -26,15 +26,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.config.files import neighbours
 from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError, DataError, HpcdistError, require_packages
-from hpcdist.records import (
-    Summary,
-    drop_partial_line,
-    load_summary,
-    locked,
-    making,
-    read_bounded,
-    read_evaluations,
-)
+from hpcdist.records import Summary, drop_partial_line, load_summary, locked, making, read_bounded, read_evaluations
 from hpcdist.records.files import Count, faults_of
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.experiment import Comparison, Sweep

@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from harness.cases import each
 from hpcdist import __version__, checkpoint, compress, log, strategies, topology
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig, describe, options_of
+from hpcdist.config.job import JobConfig
+from hpcdist.config.settings import describe, options_of
 from hpcdist.data import importers
 from hpcdist.errors import CheckpointError
 from hpcdist.parallel import schedules

@@ -21,9 +21,8 @@ from hpcdist.comm.launch import ASYNC_FINALIZE, check_world, contradiction, task
 from hpcdist.comm.mpi import library, start
 from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.traced import end_timeline, start_timeline
-from hpcdist.config import differences
 from hpcdist.config.files import loaded_files, package_checksum
-from hpcdist.config.merge import by_value
+from hpcdist.config.merge import by_value, differences
 from hpcdist.errors import CommunicationError, ConfigError, MismatchError, WorldError
 from hpcdist.faults import excepthook
 from hpcdist.log import set_up as set_up_messages
@@ -114,6 +113,11 @@ def set_leave_reason(reason: str | None) -> None:
     run = _current().run
     if run is not None and reason is not None:
         run.reason = reason
+
+
+def last_step() -> int:
+    """Return the number of steps that the loop's distributed optimisers have taken on this rank."""
+    return max((optimizer.strategy.steps for optimizer in _current().optimizers), default=0)
 
 
 def count_collective_calls() -> dict[Any, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.data.hdf5 import COLUMNS
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.flat import FlatModel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.session.leaving import Leaving
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError
 from hpcdist.train.resume import Position
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.cost import LayerCost, measure
 from hpcdist.parallel.plan import predict

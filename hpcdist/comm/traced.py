@@ -21,7 +21,7 @@ from hpcdist.comm.transfer import ANY, Envelope, Request, Traffic
 from hpcdist.comm.window import Put
 from hpcdist.errors import ConfigError
 from hpcdist.records.merged_timeline import RankTimeline, merge_timelines
-from hpcdist.records.timeline import MOST, MOST_OF_ALL, Details, Timeline
+from hpcdist.records.timeline import MAX_EVENTS, MAX_EVENTS_OF_ALL, Details, Timeline
 
 MESSAGE, WINDOW, COLLECTIVE, WAIT = "message", "window", "collective", "wait"  # categories
 
@@ -40,7 +40,7 @@ def start_timeline(comm: Communicator, path: Path, max_events: int | None = None
     """
     if comm.trace.timeline is not None:
         raise ConfigError(f"timeline must be started once; got one already, {comm.trace.timeline.path}. End it first.")
-    max_events = min(MOST, MOST_OF_ALL // comm.size) if max_events is None else max_events
+    max_events = min(MAX_EVENTS, MAX_EVENTS_OF_ALL // comm.size) if max_events is None else max_events
     timeline = comm.raise_on_all_ranks(lambda: Timeline(path, comm.rank, comm.now, max_events))
     _measure_clock(comm, timeline)
     return TracedCommunicator(comm, timeline)

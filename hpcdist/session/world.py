@@ -115,6 +115,11 @@ def set_leave_reason(reason: str | None) -> None:
         run.reason = reason
 
 
+def last_step() -> int:
+    """Return the number of steps that the loop's distributed optimisers have taken on this rank."""
+    return max((optimizer.strategy.steps for optimizer in _current().optimizers), default=0)
+
+
 def count_collective_calls() -> dict[Any, int]:
     """Return the number of collective calls so far: of hpcdist (key None), and per group of torch.distributed."""
     counts: dict[Any, int] = {None: current().calls}

@@ -15,7 +15,7 @@ from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.registry import catalogue
 from hpcdist.tools.slurm import limits
-from hpcdist.tools.slurm.limits import Problem, counted, error, warning
+from hpcdist.tools.slurm.limits import Problem, error, warning
 from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import ON_GPUS, JobSpec, Site, folder
 
@@ -175,15 +175,10 @@ def _strategy(spec: JobSpec, site: Site) -> Problems:
 
 
 def _servers(spec: JobSpec, site: Site) -> Problems:
-    """Compare the number of servers with the ranks, and with the nodes that are to hold servers."""
+    """Compare the number of servers with the nodes that are to hold servers."""
     if spec.shape != "parameter_server":
         return
-    if spec.size <= spec.servers:
-        yield error(
-            f"servers must leave at least one rank as a worker; got {spec.servers} on {counted(spec.size, 'rank')}. "
-            "Raise nodes or ranks_per_node."
-        )
-    elif spec.servers_on == "one_per_node" and spec.servers > spec.nodes:
+    if spec.servers_on == "one_per_node" and spec.servers > spec.nodes:
         yield warning(
             f"servers must be at most nodes, {spec.nodes}, to have one each; got {spec.servers}. Some would share one."
         )
@@ -295,8 +290,7 @@ def _config_errors(spec: JobSpec, case: list[str]) -> Problems:
             Path(str(spec.job)), Path(spec.config) if spec.config else None, [*spec.run_settings, *case]
         )
         check_path(job, config)
-        if spec.shape != "parameter_server" or spec.size > spec.servers:  # otherwise reported by `_servers`
-            rehearse(config, spec.size, spec.ranks_per_node)
+        rehearse(config, spec.size, spec.ranks_per_node)
     except HpcdistError as failure:
         for line in str(failure).splitlines():
             yield error(line)

@@ -14,8 +14,7 @@ from typing_extensions import Self
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Update
 from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.server.channel import GRADIENT, Reply, ServerRequest
 from hpcdist.strategies.server.server import Server
@@ -56,8 +55,6 @@ class AsyncDiLoCo(ServerStrategy):
     """
 
     class Config(ServerStrategy.Config):
-        """Options of async_diloco."""
-
         period: int = Field(50, ge=1, description="H: local steps to one push; with dynamic of the fastest worker")
         outer_lr: float = Field(0.7, gt=0, description="ν: learning rate of the servers")
         outer_momentum: float = Field(0.9, ge=0, lt=1, description="β: momentum of the servers")
@@ -167,7 +164,7 @@ class _PeriodWorker(Worker):
             fastest = max(self._of.speeds(speed))
             self.steps = max(1, int(config.period * speed / fastest + 1e-6)) if fastest > 0 else config.period
         waited_for = self.replica.pull().waited_for
-        if self.placement.colocated:  # this server's parameters are separate from its worker's model
+        if self.replica.colocated:  # this server's parameters are separate from its worker's model
             self.strategy.server.show()
         self.done, self.gradients = 0, 0
         copy_all(self._read, self.model.params)
@@ -193,7 +190,7 @@ class _DeltaServer(Server):
 
     def __init__(self, strategy: AsyncDiLoCo):
         super().__init__(strategy)
-        self._shard, self._config = strategy.placement.shard, strategy.config
+        self._shard, self._config = strategy.replica.shard, strategy.config
         self._every, self._workers = strategy.pushes_per_momentum, len(strategy.roles.workers)
         state, ranges, like = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
         # θ, m and Δ of the shard.

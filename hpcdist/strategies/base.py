@@ -263,7 +263,7 @@ class Strategy(abc.ABC):
     def open_calls(self, algorithm: str) -> Collectives:
         """Collective. Open collective calls, and count their traffic; the all-reduce algorithm is checked now."""
         calls = self.opened(Collectives(self.comm, Traffic()))
-        self.records.count(calls.comm)
+        self.records.channels.append(calls.comm)
         calls.algorithm(algorithm)
         return calls
 

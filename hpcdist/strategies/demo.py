@@ -48,8 +48,6 @@ class DeMo(OwnStep):
     """
 
     class Config(OwnStep.Config):
-        """Options of demo."""
-
         momentum: float = Field(0.999, ge=0, le=1, description="β: part of the momentum that a step keeps")
         keep: int = Field(32, ge=1, description="components of each block that a rank sends")
         side: int = Field(64, ge=1, description="largest number of rows and of columns of a block")

@@ -94,7 +94,7 @@ class Centre(Server):
 
     def __init__(self, strategy: ElasticStrategy):
         super().__init__(strategy)
-        self._config, shard = strategy.config, strategy.placement.shard
+        self._config, shard = strategy.config, strategy.replica.shard
         self._strength = strategy.config.beta / len(strategy.roles.workers)  # a
         self._centre = strategy.state.sharded(
             "centre", shard.of(strategy.model.params), start="parameters", resets=True, ranges=shard.ranges

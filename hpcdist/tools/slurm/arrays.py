@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError
-from hpcdist.records import claimed
+from hpcdist.records import locked
 from hpcdist.tools import console
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import LAST_LINES
@@ -91,7 +91,7 @@ def submit_missing(
         console.note(sentence)
     if any(finding.level == "error" for finding in findings):
         return True
-    with claimed(output):
+    with locked(output):
         experiment_runs.write()
         experiment_runs.trained.create_data()
         for run in remaining:
@@ -119,7 +119,7 @@ def show(experiment_runs: ExperimentRuns, waiting: Mapping[Path, State]) -> bool
     )
     failed = [run for run in remaining if (output / run.folder / FAILURE).exists()]
     if len(remaining) < len(planned):
-        with claimed(output):
+        with locked(output):
             experiment_runs.write()  # new results of a sweep
         experiment_runs.show(failed)
     return bool(failed)

@@ -184,7 +184,7 @@ def test_batches_of_weight_0_in_a_row_leave_no_trace_in_buffers():
 def test_hooks_stay_where_a_loop_weighs_its_batches():
     module = nn.Linear(2, 1, bias=False)
     model = FlatModel(module)
-    model.gradients.weights_batches = True
+    model.gradients.configure(weights_batches=True)
     found = []
     for announced, weight in ((1.0, 3.0), (1.0, 1.0), (1.0, None), (0.0, 2.0), (1.0, 0.0)):
         model.gradients.start_batch(announced)
@@ -254,7 +254,7 @@ def test_gradients_of_batches_of_weight_0_are_hidden_from_the_optimiser_and_show
 
 def test_weights_are_counted_once_where_they_count():
     module, model = pair(left)
-    model.gradients.weights_batches = True
+    model.gradients.configure(weights_batches=True)
     x = torch.ones(1, 2)
     model.gradients.start_batch(3.0)
     module[0](x).sum().backward()
@@ -287,7 +287,7 @@ def test_a_parameter_that_is_unfrozen_is_left_its_gradient():
     module, _ = pair(left)
     module[0].weight.requires_grad_(False)
     model = left(module)
-    model.gradients.weights_batches = True
+    model.gradients.configure(weights_batches=True)
     module[0].weight.requires_grad_(True)
     model.gradients.start_batch(2.0)
     (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()

@@ -145,7 +145,7 @@ def _segment_of(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -
         parts: the result of `PartOfModel.describe_parts`.
         rank: this rank's number in the replica.
     """
-    shape = tuple(slot.shape)
+    shape = tuple(slot.tensor.shape)
     typed = SlicePosition.whole(slot.name, shape)
     if slot.name in parts:
         part = parts[slot.name]
@@ -153,7 +153,7 @@ def _segment_of(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -
         offset, size = (None, tuple(map(min, shape, whole))) if part["dims"] is None else _chunk_of(part, rank)
         typed = SlicePosition(part["of"], whole, offset, size, shape)
     position = typed
-    if slot.dtype.is_complex:
+    if slot.tensor.is_complex():
         offset = None if typed.offset is None else (*typed.offset, 0)
         position = SlicePosition(typed.name, (*typed.shape, 2), offset, (*typed.size, 2), (*typed.part, 2))
     return _FlatSegment(slot.group, slot.start, slot.stop, position, typed)

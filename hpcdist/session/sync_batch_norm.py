@@ -17,8 +17,10 @@ from hpcdist.strategies import Strategy
 class _Ranks:
     """The ranks that a layer normalises over. Copies of the layer share it; a pickled layer loses it."""
 
-    def __init__(self, comm: Communicator | None = None, gradients: Gradients | None = None):
-        self.comm, self.gradients = comm, gradients  # `gradients` knows the batch's weight
+    def __init__(
+        self, comm: Communicator | None = None, gradients: Gradients | None = None, weights_batches: bool = False
+    ):
+        self.comm, self.gradients, self.weights_batches = comm, gradients, weights_batches
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
         return self
@@ -56,7 +58,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         comm, gradients = self.ranks.comm, self.ranks.gradients
         if not uses_batch or comm is None or gradients is None or comm.size == 1:
             return self._normalise_locally(input, uses_batch)
-        weight = gradients.weight if gradients.weights_batches else float(gradients.weight > 0)
+        weight = gradients.weight if self.ranks.weights_batches else float(gradients.weight > 0)
         options = self.weight, self.bias, self.eps, weight, comm
         output, mean, variance, count = _Normalise.apply(input, *options)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None:
@@ -129,8 +131,13 @@ class _Normalise(torch.autograd.Function):
         return grad_x, grad_scale, grad_shift, None, None, None
 
 
-def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: Communicator) -> None:
+def synchronise_batch_norms(
+    flat: FlatModel, strategy: type[Strategy], workers: Communicator, *, weights_batches: bool
+) -> None:
     """Replace torch's SyncBatchNorm layers by `SyncBatchNorm` over the workers.
+
+    Args:
+        weights_batches: the strategy multiplies gradients by the batch's weight.
 
     Raises:
         ConfigError: the strategy is not synchronous.
@@ -139,7 +146,6 @@ def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: 
     if not layers:
         return
     rules.refuse("the model has SyncBatchNorm", strategy, name=layers[0][0])
-    flat.flat_buffers.joint = [tensor for _, layer in layers for tensor in layer.buffers()]
     for _, layer in layers:
         layer.__class__ = SyncBatchNorm
-        layer.ranks = _Ranks(workers, flat.gradients)  # type: ignore[assignment]
+        layer.ranks = _Ranks(workers, flat.gradients, weights_batches)  # type: ignore[assignment]

@@ -73,7 +73,9 @@ def split_layers(model: FlatModel, layers: int | None, order: Literal["strided",
     index_of = (lambda layer: layer % fragments) if order == "strided" else (lambda layer: layer // (layers or count))
     parts_of_fragments: list[list[tuple[int, int, int, int, tuple[int, ...]]]] = [[] for _ in range(fragments)]
     for number, (slot, layer) in enumerate(zip(model.slots, layer_of, strict=True)):
-        parts_of_fragments[index_of(layer)].append((slot.group, slot.start, slot.stop, number, tuple(slot.shape)))
+        parts_of_fragments[index_of(layer)].append(
+            (slot.group, slot.start, slot.stop, number, tuple(slot.tensor.shape))
+        )
     return [_fragment(sorted(parts)) for parts in parts_of_fragments if parts]
 
 

@@ -30,6 +30,7 @@ from hpcdist.log import set_up as set_up_messages
 from hpcdist.parallel.grid import Grid
 from hpcdist.session import arguments, rules  # noqa: F401  (records DistributedDataParallel's models from now on)
 from hpcdist.session.curves import first_alive
+from hpcdist.session.misfit import misfit_hint
 from hpcdist.session.run import LoopRun, PlannedLoop, next_run, required_versions
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
@@ -196,7 +197,8 @@ def init(
     """
     set_up_messages()
     if comm is None and _process.joined is None:
-        excepthook.install(task.rank if (task := task_or_none(os.environ)) and task.size > 1 else None, os._exit)
+        task = task_or_none(os.environ)
+        excepthook.install(task.rank if task is not None and task.size > 1 else None, os._exit, _hint)
     if torch_distributed not in (True, "gloo", "nccl", False):
         raise ConfigError(f"torch_distributed must be True, 'gloo', 'nccl' or False; got {torch_distributed!r}.")
     if comm is not None:
@@ -303,7 +305,7 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
 
 
 def _hint(error: BaseException) -> str:
-    """Return a hint for errors that occur only with several ranks; empty if there is none."""
+    """Return a hint for errors of several ranks, and of batches that do not fit the model; empty without any."""
     if "initialize the default process group twice" in str(error):
         return (
             "hpcdist.init() has created torch.distributed's default group. Remove init_process_group(), call it "
@@ -321,7 +323,7 @@ def _hint(error: BaseException) -> str:
             "nodesplitter=None: each rank reads all shards, and hpcdist.shard(loader) distributes the batches."
         )
     if not _process.serves:
-        return ""
+        return misfit_hint(error, [optimizer.strategy.model.module for optimizer in _process.optimizers])
     return (
         "This is a server rank: a loop over hpcdist.shard(loader) has no batches here, and its body does not run. "
         "Variables that the body sets don't exist after it: set them before, as in `loss = None`, and use them only if "

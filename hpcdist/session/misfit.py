@@ -20,7 +20,9 @@ KINDS = (RuntimeError, IndexError, ValueError)  # these alone: not OutOfMemoryEr
 
 
 @contextmanager
-def named_misfits(path: Path | str | None, split: str, module: nn.Module | None, **batch: Any) -> Iterator[dict]:
+def named_misfits(
+    path: Path | str | None, split: str, module: nn.Module | None, **batch: Any
+) -> Iterator[dict[str, Any]]:
     """Raise DataError where torch refuses to compute with a batch; errors that the user's code raises stay as they are.
 
     Args:

@@ -323,7 +323,8 @@ def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, logs: 
     for key, value in local.items():
         there, setting = saved.get(key, _NOTHING) if isinstance(saved, Mapping) else _NOTHING, f"{name}{key}"
         if isinstance(value, Mapping) and isinstance(there, Mapping):
-            _require_kind(setting, there, value, path)
+            if setting.rpartition(".")[2] in ("optimizer", "schedule") and "name" in value:
+                require_kind(setting, there.get("name"), value["name"], path)
             compare_settings(there, value, path, logs=logs, name=f"{setting}.")
         elif there is not _NOTHING and there != value and logs:
             in_state = setting.rpartition(": ")[2].partition(".")[0] in ("optimizer", "schedule")
@@ -333,11 +334,10 @@ def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, logs: 
             )  # fmt: skip
 
 
-def _require_kind(setting: str, saved: Mapping[str, Any], local: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError if `setting` is the optimiser or a schedule, and has another name than the saved one."""
-    kind = setting.rpartition(".")[2]
-    if kind in ("optimizer", "schedule") and "name" in local and saved.get("name") != local["name"]:
+def require_kind(setting: str, saved: object, local: object, path: Path) -> None:
+    """Raise CheckpointError if the optimiser or the schedule, `setting`, has another class than the saved one."""
+    if saved != local:
         raise CheckpointError(
-            f"{setting} must be that of the checkpoint to resume from it, {saved.get('name')!r:.80}; got "
-            f"{local['name']}. Resume with the one of {path}; or start from the model only, by hpcdist.unsplit."
+            f"{setting} must be that of the checkpoint to resume from it, {saved!r:.80}; got {local}. Resume with the "
+            f"one of {path}; or start from the model only, by hpcdist.unsplit."
         )

@@ -33,12 +33,12 @@ from hpcdist.session import loggers
 from hpcdist.session.run import describe_start
 from hpcdist.session.world import require_same_files
 from hpcdist.train.changes import all_settings, changes_since
-from hpcdist.train.early_stopping import EarlyStopping
 from hpcdist.train.interruption import Interruption
 from hpcdist.train.job import Job, load_job
 from hpcdist.train.log import Progress
 from hpcdist.train.loop import Trainer
 from hpcdist.train.resume import saved_cut
+from hpcdist.train.stop_conditions import EarlyStopping
 
 ENDING_S = 5.0  # wait for a killed run that still holds the folder's lock
 NUMBERS = ".numbers"  # in the folder of runs: a file named as the last run of each job, strategy and number of ranks

@@ -42,11 +42,11 @@ nn.functional.cross_entropy(model(x), y).backward()
         ("raise RuntimeError('mine')", "RuntimeError: mine", ""),
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_traceback_ends_in_a_sentence(tmp_path, ranks, case):
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_traceback_ends_in_a_sentence(tmp_path, size, case):
     change, start, end = case
     (script := tmp_path / "script.py").write_text(SCRIPT.format(change=change))
-    done = launch(ranks, [script])
+    done = launch(size, [script])
     assert done.returncode == 1 and "Traceback (most recent call last):" in done.stderr
     last = [line.partition("] ")[2] if line.startswith("[rank") else line for line in done.stderr.splitlines()]
     assert any(line.startswith(start) and line.endswith(end) for line in last), done.stderr

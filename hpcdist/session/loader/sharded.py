@@ -21,8 +21,7 @@ from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.consistency import changed_fingerprints, fingerprints, require_same_loader, start_epoch
 from hpcdist.session.loader.batches import count_samples, counting_message, same_on_all_ranks
-from hpcdist.session.loader.epoch import Epoch
-from hpcdist.session.loader.period import WeightedBatch, gather_counts, joint_batch, period, relative_weight
+from hpcdist.session.loader.period import Epoch, WeightedBatch, gather_counts, joint_batch, period, relative_weight
 from hpcdist.session.loader.sampling import Order, identical_batches, iterate_with_worker_seed, sample_order
 from hpcdist.session.run import LoopRun
 from hpcdist.session.values import broadcast_in

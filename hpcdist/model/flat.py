@@ -164,39 +164,40 @@ class FlatModel:
         """Move the trainable parameters into `flats`, which replace `params`."""
         for flat, own in zip(flats, self.params, strict=True):
             flat.copy_(own)
-        self._bind(flats)
+        self._bind(tuple(flats), self.buffers, self.frozen)
 
-    def _bind(self, params: Sequence[Tensor]) -> None:
-        """Use `params` as the trainable parameters' memory."""
-        self.params = tuple(params)
-        bind(self.slots, self.params)
+    def _bind(self, params: tuple[Tensor, ...], buffers: tuple[Tensor, ...], frozen: tuple[Tensor, ...]) -> None:
+        """Use these tensors as the module's memory."""
+        self.params, self.frozen = params, frozen
+        bind(self.slots, params)
+        bind(self.frozen_slots, frozen)
+        self.flat_buffers._bind(buffers)
         self._pointers = [*map(Tensor.data_ptr, self._tensors)]
 
     # --- values ---------------------------------------------------------------------------------------------------
     @contextmanager
     def swapped(
-        self, params: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
-    ) -> Iterator[None]:
+        self, params: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None,
+        frozen: Sequence[Tensor] | None = None,
+    ) -> Iterator[None]:  # fmt: skip
         """Replace the module's values inside the context; restore them bitwise afterwards.
 
-        The tensors (like `params` and `buffers`, on the same device) become the module's memory. Nothing is copied, and
-        the original memory, which other ranks may be reading, is never written. Changes inside the context go to the
-        new tensors. None keeps the module's values.
+        The tensors (like the attributes of these names, on the same device) become the module's memory. Nothing is
+        copied, and the original memory, which other ranks may be reading, is never written. Changes inside the context
+        go to the new tensors. None keeps the module's values.
         """
-        old_params, old_buffers = self.params, self.buffers
-        new_params = old_params if params is None else tuple(params)
-        new_buffers = old_buffers if buffers is None else tuple(buffers)
-        check_memory("params", new_params, old_params, self.slots)
-        check_memory("buffers", new_buffers, old_buffers, self.flat_buffers.slots)
+        old = self.params, self.buffers, self.frozen
+        new = [was if now is None else tuple(now) for was, now in zip(old, (params, buffers, frozen), strict=True)]
+        slots = self.slots, self.flat_buffers.slots, self.frozen_slots
+        for i, name in enumerate(("params", "buffers", "frozen")):
+            check_memory(name, new[i], old[i], slots[i])
         try:
             self.is_swapped = True
-            self._bind(new_params)
-            self.flat_buffers._bind(new_buffers)
+            self._bind(*new)
             yield
         finally:
             self.is_swapped = False
-            self._bind(old_params)
-            self.flat_buffers._bind(old_buffers)
+            self._bind(*old)
 
     @contextmanager
     def skip_unused(

@@ -48,13 +48,8 @@ class FlatBuffers:
     def _sync(self) -> tuple[Tensor, ...]:
         """Copy buffers that the module replaced (`self.mean = new`) into flat memory, and return its tensors.
 
-        Afterwards all buffers of the module are views of flat memory again.
-
         A non-persistent buffer is not part of the model's state, but a cache, such as angles of positions. If its shape
         changes, or it is added or removed, it becomes local to this rank: other ranks' batches may have other lengths.
-
-        Raises:
-            ConfigError: a persistent buffer is new, removed, no longer tied, or has another shape, dtype or device.
         """
         entries = list(_entries_of(self._module))
         tensors = {name: tensor for name, *_, tensor in entries}
@@ -126,11 +121,7 @@ class FlatBuffers:
 
 
 def _kinds(module: nn.Module, requested: Mapping[str, str]) -> dict[str, str]:
-    """Return the kind of each buffer by name.
-
-    Raises:
-        ConfigError: there is no such kind or buffer, or integers are to be averaged.
-    """
+    """Return the kind of each buffer by name; raise ConfigError if a requested one does not exist or fit."""
     kinds: dict[str, str] = {}
     for name, (owner, tensor) in unwrapped(module, ((name, (o, t)) for name, o, _, t in _entries_of(module))):
         scripted = getattr(nn, str(getattr(owner, "original_name", None)), None)  # class before torch.jit.script

@@ -465,11 +465,7 @@ def _split_off(comm: Communicator, ranks: tuple[int, ...]) -> Communicator:
 def _flat(
     optimizer: torch.optim.Optimizer, model: nn.Module, bucket_bytes: int, buffers: Any, others: list[Any]
 ) -> FlatModel:
-    """Move the optimiser's parameters to flat memory; for a model's first optimiser also frozen parameters and buffers.
-
-    Args:
-        others: the optimisers that are distributed already.
-    """
+    """Move the optimiser's parameters to flat memory, for a model's first optimiser also the frozen and buffers."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in model.named_parameters()}
     for other in others:

@@ -167,10 +167,9 @@ class SavedState:
     def _slice(
         self, position: SlicePosition, sources: Sequence[Sequence[str]], combine: Combine, ranks: int = 1
     ) -> Slice:
-        """Return a slice that is read on first use. A missing slice is zero if the values are divided among ranks.
+        """Return a slice of the first of the saved kinds `sources` that has it, read on first use.
 
-        Args:
-            sources: saved kinds; the first one that has the tensor is read.
+        A missing slice is zero if the values are divided among ranks.
         """
         chunks = next(filter(None, (self._index(*keys).get(self._main_name(position.name)) for keys in sources)), [])
         if not chunks and combine not in (first, mean_of_ranks):
@@ -236,11 +235,7 @@ class SavedState:
         return {"state": state, "param_groups": named}
 
     def _restore_counters(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Copy numbers that steps change in param_groups, such as counts, from ranks whose optimiser took the steps.
-
-        Args:
-            groups: the first worker's, of all stages in order; changed in place. Servers may have stepped for it.
-        """
+        """Copy numbers that steps change (counts) to the first worker's groups, from ranks that took the steps."""
         start = 0
         for stage in range(self._stages):
             ranks = self._ranks[stage :: self._stages]

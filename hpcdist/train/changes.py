@@ -15,7 +15,6 @@ from hpcdist.config import JobConfig, changes, optimizers, schedules, without_ch
 from hpcdist.config.merge import Changes, by_value
 from hpcdist.config.optimizer import OWN_RATES
 from hpcdist.errors import CheckpointError
-from hpcdist.session.state import require_kind
 
 Trainer = Any  # of this library or of a baseline, which import this module
 
@@ -51,13 +50,6 @@ def changes_since(meta: Mapping[str, Any], trainer: Trainer) -> Changes:
         return {}
     config = strategies.load(trainer.config.strategy.name).Config
     return changes({**saved, "strategy": config.with_current_names(saved["strategy"])}, now)
-
-
-def require_state_fits(changed: Changes, path: Path) -> None:
-    """Raise CheckpointError if the optimiser or the schedule has another class, so that its state does not fit."""
-    for kind in ("optimizer", "schedule"):
-        if f"{kind}.name" in changed:
-            require_kind(kind, *changed[f"{kind}.name"], path)
 
 
 def apply_changes(optimizer: Optimizer, schedule: LRScheduler | None, changed: Changes, path: Path) -> None:

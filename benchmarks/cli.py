@@ -156,6 +156,23 @@ def loader(
 
 
 @app.command()
+def checkpoint(
+    rounds: Rounds = 9,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where files are made. Default: the temporary folder.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Time hd.save and hd.load, torch's calls, and training steps with and without checkpoints.
+
+    Example: mpirun -n 2 hpcdist bench checkpoint
+    """
+    from benchmarks.checkpoint import measure
+
+    _run("checkpoints", measure, json_path, rounds=rounds, folder=folder)
+
+
+@app.command()
 def window(rounds: Rounds = 15, json_path: Json = None) -> None:
     """Time one-sided operations, what they cost the owner of the memory, and a server's pull and push.
 

@@ -17,7 +17,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from hpcdist import compress, strategies, topology
-from hpcdist.config import describe
+from hpcdist.config.settings import describe
 from hpcdist.session import rules
 
 ROOT = Path(__file__).parents[1]

@@ -271,6 +271,8 @@ benchmarks() {
     echo hpcdist bench compress $ROUNDS $json/coding.json
     echo mpirun -n 2 hpcdist bench compress $ROUNDS $json/compress.json
     echo hpcdist bench loader $json/loader.json
+    echo hpcdist bench checkpoint $ROUNDS $json/checkpoint.json
+    echo mpirun -n 2 hpcdist bench checkpoint $ROUNDS $json/checkpoint-2.json
     for name in allreduce collectives torch torch-steps horovod-calls step server steps strategies compress; do
         echo python docs/tables.py $name $OUT/benchmarks $OUT/benchmarks/$name.csv
     done

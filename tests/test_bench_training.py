@@ -1,4 +1,4 @@
-"""The benchmarks of training steps, compressors, pipelines and the loader: every side has whole rows."""
+"""The benchmarks of training steps, checkpoints, compressors, pipelines and the loader: each side has whole rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hpcdist as hd
+from benchmarks import checkpoint, loader, pipeline
 from benchmarks import compress as coding
-from benchmarks import loader, pipeline
 from benchmarks import train as training
 from benchmarks.runner import peak_bytes
 from hpcdist import compress, strategies
@@ -176,6 +176,25 @@ def test_all_readers_give_the_same_batches(ranks, tmp_path, kind):
         return sum(len(y) for _, y in expected)
 
     assert sum(ranks(body)) == 40
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+@pytest.mark.virtual
+@pytest.mark.sizes(2)
+def test_rows_of_checkpoints(ranks, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint, "CALLS", (6, 8, 4))
+    monkeypatch.setattr(checkpoint, "STEPS", (6, 4))
+    results = ranks(lambda comm: checkpoint.measure(hd.init(comm=comm), rounds=2, folder=tmp_path))
+    assert results.count(results[0]) == len(results), "all ranks have the same rows"
+    calls, steps = ("torch.save", "hd.save", "torch.load", "hd.load"), ("", "_saving", "_saving_in_background")
+    sides = [(name, 12 * (7 * 8 + 9 * 4)) for name in calls] + [(f"steps{end}", 12 * 7 * 4) for end in steps]
+    expected = [(f"{strategy}/{name}", n_bytes) for strategy in checkpoint.STRATEGIES for name, n_bytes in sides]
+    assert [(row["name"], row["bytes"]) for row in results[0]] == expected
+    for row in results[0]:
+        assert row["median_s"] > 0 and row["cpu_s"] > 0 and row["ranks"] == len(results)
+        if row["name"].split("/")[1] in ("torch.save", "torch.load", "steps"):  # what the others are compared with
+            assert (row["slowdown_percent"], row["cpu_multiple"]) == (0, 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_kind_of_data_is_refused():

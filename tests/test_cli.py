@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from harness.cases import each
 from hpcdist import __version__, checkpoint, compress, log, strategies, topology
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig, describe, options_of
+from hpcdist.config.job import JobConfig
+from hpcdist.config.settings import describe, options_of
 from hpcdist.data import importers
 from hpcdist.errors import CheckpointError
 from hpcdist.parallel import schedules
@@ -269,6 +270,9 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "train job.py --output text": "--output must be a folder that can be made; got text",
     "train job.py --output text/below": "--output must be a folder that can be made; got text",
     "train job.py --set epoch=3": "got 'epoch'. Did you mean 'epochs'?",
+    "train job.py --set lr=0.1": "got 'lr'. Did you mean optimizer.lr?",
+    "train job.py --set every_s=9": "got 'every_s'. Did you mean checkpoint.every_s or leave.every_s?",
+    "train job.py --set data.batch_size=9": "got 'batch_size'.",
     "train job.py --set strategy=hardsink": "strategy must be one of adpsgd, allreduce",
     "train job.py --resume": "--output must be given with --resume; got none.",
     "compare folder": "job must be a Python file; got folder, which is a folder.",

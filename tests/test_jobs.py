@@ -12,7 +12,8 @@ import pytest
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, run_virtual
-from hpcdist.config import JobConfig, load
+from hpcdist.config.job import JobConfig
+from hpcdist.config.merge import load
 from hpcdist.data import HDF5Dataset, fetch
 from hpcdist.errors import DataError
 from hpcdist.records import Summary, load_run, load_summary, read_records

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
-from harness.launch import IMPORTS, SETTINGS, find_mpirun
+from harness.launch import IMPORTS, SETTINGS, find_mpirun, on_terminal, wait_until
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
 from hpcdist.tools.mpirun import AS_ROOT, find_launcher, ranks_environment, start_script, without_block
@@ -27,16 +32,34 @@ if comm.rank == 1 and "fail" in sys.argv:
 needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
 
 
+MPICH = Path(__file__).parents[1] / ".venv-mpich"
+needs_mpich = pytest.mark.skipif(not MPICH.exists(), reason="no .venv-mpich beside .venv")
+MPI = pytest.mark.parametrize(
+    "python",
+    [
+        pytest.param(sys.executable, id="Open MPI", marks=needs_mpirun),
+        pytest.param(f"{MPICH}/bin/python", id="MPICH", marks=needs_mpich),
+    ],
+)
+
+
 @pytest.fixture
-def started(tmp_path):
-    """Runs `hpcdist run *arguments` as a user types it: without the settings that other tests give mpirun."""
-    (tmp_path / "my.py").write_text(SCRIPT)
+def environment(tmp_path, request):
+    """As a user has it: without the settings that other tests give mpirun."""
     plain = {name: value for name, value in unlaunched(os.environ).items() if name not in SETTINGS}
     fast = {name: SETTINGS[name] for name in ("OMPI_MCA_osc", "OMPI_MCA_btl")}
-    environment = {**plain, **fast, "PRTE_MCA_prte_tmpdir_base": str(tmp_path), **IMPORTS, "MASTER_PORT": "1"}
+    if "MPICH" in request.node.name:
+        fast["MPI4PY_LIBMPI"] = f"{MPICH}/lib/libmpi.so.12"
+    return {**plain, **fast, "PRTE_MCA_prte_tmpdir_base": str(tmp_path), **IMPORTS, "MASTER_PORT": "1"}
 
-    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "hpcdist", "run", *arguments]
+
+@pytest.fixture
+def started(tmp_path, environment):
+    """Runs `hpcdist run *arguments`."""
+    (tmp_path / "my.py").write_text(SCRIPT)
+
+    def run(*arguments: str, python=sys.executable, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [python, "-m", "hpcdist", "run", *arguments]
         return subprocess.run(
             command, cwd=tmp_path, env={**environment, **variables}, capture_output=True, text=True, timeout=200
         )
@@ -99,6 +122,98 @@ def test_open_mpis_own_message_is_shown_where_no_rank_has_one(started, tmp_path,
     assert ("-----" in done.stderr) == (how in ("silent", "is killed"))
 
 
+@MPI
+def test_a_block_about_a_rank_that_was_killed_after_its_error_is_left_out(started, tmp_path, python):
+    (tmp_path / "ends.py").write_text(f"import sys\nprint('hpcdist: error: no', file=sys.stderr)\n{ENDS}")
+    done = started("-n", "2", "ends.py", "is killed", python=python)
+    assert done.returncode in (9, 137) and "hpcdist: error: no\n" in done.stderr
+    assert "BAD TERMINATION" not in done.stdout and "EXIT STRING" not in done.stdout
+
+
+# Ranks that a first Ctrl-C asks to leave, as hd.Leaving does; those of `deaf` it ends.
+ASKED = """
+import os, signal, sys, time
+if "deaf" not in sys.argv:
+    signal.signal(signal.SIGUSR1, lambda number, frame: print("heard", flush=True))
+print("size", *os.get_terminal_size(1) if os.isatty(1) else "-", flush=True)
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
+    print("typed", sys.stdin.readline().strip(), flush=True)
+time.sleep(100)
+"""
+
+
+@MPI
+@pytest.mark.parametrize("script", [["asked.py"], ["asked.py", "deaf"]])
+def test_a_first_ctrl_c_asks_the_ranks_and_a_second_one_ends_them(tmp_path, monkeypatch, environment, python, script):
+    """Standard input is the terminal, and the ranks of Open MPI know its size."""
+    monkeypatch.chdir(tmp_path)
+    Path("asked.py").write_text(ASKED)
+    is_deaf, began_s = "deaf" in script, time.monotonic()
+
+    def act(terminal, shown, is_running):
+        os.write(terminal, b"some words\n")
+        wait_until(lambda: b"typed some words" in shown and shown.count(b"size") == 2)
+        os.write(terminal, b"\x03")
+        if not is_deaf:
+            wait_until(lambda: shown.count(b"heard") == 2)
+            os.write(terminal, b"\x03")
+
+    text, status = on_terminal([python, "-m", "hpcdist", "run", "-n", "2", *script], environment, act)
+    assert status != 0 and time.monotonic() - began_s < 60, text
+    assert ("hpcdist: Ctrl-C: the ranks are asked to save and leave; Ctrl-C again" in text) != is_deaf, text
+
+
+@MPI
+def test_after_ctrl_c_a_loop_saves_and_says_how_it_continues(tmp_path, monkeypatch, environment, python):
+    monkeypatch.chdir(tmp_path)
+    Path("leaves.py").write_text(LEAVES)
+
+    def act(terminal, shown, is_running):
+        wait_until(lambda: b"step 3" in shown or not is_running())
+        os.write(terminal, b"\x03")
+
+    text, status = on_terminal([python, "-m", "hpcdist", "run", "-n", "2", "leaves.py", "7"], environment, act)
+    assert status == 75, text
+    left = re.search(r"\nhpcdist: left after step (\d+) \(SIGUSR1 on rank \d\)\. Resume with:\n  (.*)\n", text)
+    assert left and left[2] == f"{'mpiexec' if 'mpich' in python else 'mpirun'} -n 2 python leaves.py 7", text
+    assert Path(f"saved/step-{int(left[1]):08}").is_dir()
+    assert "prterun" not in text and "BAD TERMINATION" not in text
+
+
+LEAVES = """
+import sys, time, torch
+import hpcdist as hd
+
+comm = hd.init(torch_distributed=False)
+model = torch.nn.Linear(2, 1)
+sgd = torch.optim.SGD(model.parameters(), 0.01)
+optimizer = hd.DistributedOptimizer(sgd, model, strategy="allreduce", identical_batches="allow")
+with hd.Leaving(comm, every_s=0.1) as leaving:
+    for step in range(10_000):
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        time.sleep(0.02)
+        if step == 3 and comm.rank == 0:
+            print("step 3", flush=True)
+        if leaving.step_done():
+            break
+    if leaving.due():
+        hd.save("saved", optimizer=optimizer)
+        sys.exit(75)
+"""
+
+
+@MPI
+def test_ranks_end_with_hpcdist_run(tmp_path, environment, python):
+    (tmp_path / "waits.py").write_text("import os, time\nopen(f'pid-{os.getpid()}', 'w').close()\ntime.sleep(100)")
+    command = [python, "-m", "hpcdist", "run", "-n", "2", "waits.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as job:
+        wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        job.send_signal(signal.SIGKILL)
+    wait_until(lambda: not any(psutil.pid_exists(int(path.name[4:])) for path in tmp_path.glob("pid-*")), 30)
+
+
 BLOCK_OF_OPEN_MPI = f"""{74 * "-"}
 prterun detected that one or more processes exited with non-zero status,
 thus causing the job to be terminated. The first process to do so was:
@@ -106,6 +221,17 @@ thus causing the job to be terminated. The first process to do so was:
    Process name: [prterun-vm-25750@1,0]
    Exit code:    1
 {74 * "-"}
+""".encode()
+
+
+BLOCK_OF_MPICH = f"""
+{83 * "="}
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 22594 RUNNING AT vm
+=   EXIT CODE: 1
+=   CLEANING UP REMAINING PROCESSES
+=   YOU CAN IGNORE THE BELOW CLEANUP MESSAGES
+{83 * "="}
 """.encode()
 
 
@@ -117,6 +243,9 @@ def test_only_a_block_that_tells_nothing_new_is_left_out():
         assert without_block(said + rule + b"own\n" + BLOCK_OF_OPEN_MPI + rule) == said + rule + b"own\n" + rule
     assert without_block(b"no\n" + BLOCK_OF_OPEN_MPI) == b"no\n" + BLOCK_OF_OPEN_MPI
     assert without_block(BLOCK_OF_OPEN_MPI, explained=True) == b""
+    killed = b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\nThis typically refers to a problem "
+    killed += b"with your application.\nPlease see the FAQ page for debugging suggestions\n"
+    assert without_block(BLOCK_OF_MPICH + b"more\n" + BLOCK_OF_MPICH + killed, explained=True) == b"more\n"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from PIL import Image
 
 from hpcdist.collectives.tuning import table
 from hpcdist.comm import cache
-from hpcdist.config import load as load_settings
+from hpcdist.config.merge import load as load_settings
 from hpcdist.data import HDF5Dataset, Split, create, describe, importers
 from hpcdist.errors import HpcdistError
 from hpcdist.records import Usage, resources_path

@@ -324,7 +324,9 @@ def test_a_file_holds_a_plugin_of_each_kind(folder, name):
         ("mine.py", "strategy must be path/to/file.py:Class to be loaded from a file; got 'mine.py'. Add a"),
         ("mine.py:", "strategy must be path/to/file.py:Class to be loaded from a file; got 'mine.py:'"),
         ("none.py:Alone", "strategy must be in a file that exists; got 'none.py:Alone', and there is no none.py in /"),
-        ("mine.py:Alon", "strategy must be defined in mine.py; got 'Alon', which is not. Did you mean 'Alone'?"),
+        ("mine.py:Alon", "strategy must be defined in mine.py, which has Alone; got 'Alon'. Did you mean 'Alone'?"),
+        ("two.py:Aloen", "strategy must be defined in two.py, which has Alone, Lonely; got 'Aloen'. Did you mean 'Alo"),
+        ("wide.py:Alone", "strategy must be defined in wide.py, which has none; got 'Alone'."),
         ("mine.py:final", "mine.py:final must be a subclass of Strategy; got <function final"),
         ("mine.py:Strategy", "mine.py:Strategy must be a subclass of Strategy; got <class"),
         ("mine.py:_Shared", "mine.py:_Shared must define the abstract methods of Strategy; got no advance. Add it."),
@@ -336,6 +338,8 @@ def test_a_file_holds_a_plugin_of_each_kind(folder, name):
 def test_a_file_that_holds_none(folder, case):
     reference, message = case
     (folder / "mine.py").write_text(ALONE)
+    (folder / "two.py").write_text(f"{ALONE}\nclass Lonely(Alone):\n    pass\n")
+    (folder / "wide.py").write_text("from mine import Alone as Other\n\nclass Wide:\n    pass\n")
     (folder / "wrong.py").write_text("class:\n")
     option = "class Alone(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
     (folder / "untyped.py").write_text(ALONE.replace("class Alone(_Shared):\n", option))
@@ -394,7 +398,7 @@ def test_a_job_for_slurm_is_checked_with_a_strategy_in_a_file(folder):
 
     assert found("mine.py:Alone") == []
     (error,) = found("mine.py:Alnoe")
-    assert error.startswith("error: strategy must be defined in mine.py; got 'Alnoe', which is not. Did you mean 'Al")
+    assert error.startswith("error: strategy must be defined in mine.py, which has Alone; got 'Alnoe'. Did you mean")
     (warning,) = found("mine.py:Alone", shrink=True)
     assert "got 'mine.py:Alone', which ends when a rank dies." in warning
     (folder / "mine.py").write_text(

@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "tools/slurm/": "what Slurm tells its jobs",
     "tools/doctor/": "what it examines",
     "comm/mpi/start.py": "MPI's connection to srun's PMI-2",
+    "comm/external/base.py": "settings of other libraries",
     "comm/external/horovod.py": "the only way to give Horovod settings",
     "torch_backend/default_group.py": "what torchrun sets, which libraries read, settings of Gloo, and a rank's GPUs",
     "torch_backend/__init__.py": "where torchrun lets ranks meet, and whether a launcher of MPI's has started them",

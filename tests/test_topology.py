@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from harness.cases import each
 from hpcdist import topology
 from hpcdist.comm.virtual import Network, run_virtual
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.strategies.adpsgd import bipartition
 from hpcdist.tools.topology import adjacency, describe, draw, spectral_gap, steps

@@ -22,27 +22,3 @@ from hpcdist.checkpoint.refusal import raise_on_all_ranks, understood
 from hpcdist.checkpoint.save import Saver, save
 from hpcdist.checkpoint.slices import Slice, SlicePosition
 from hpcdist.checkpoint.tensors import check_name, export
-
-__all__ = [
-    "MANIFEST",
-    "Manifest",
-    "SavedRank",
-    "Saver",
-    "Slice",
-    "SlicePosition",
-    "best_of",
-    "check_name",
-    "export",
-    "find",
-    "latest",
-    "latest_on_all_ranks",
-    "raise_on_all_ranks",
-    "random_state",
-    "read_manifest",
-    "save",
-    "set_random_state",
-    "survey",
-    "understood",
-    "verify",
-    "verify_on_all_ranks",
-]

@@ -185,24 +185,16 @@ class SavedRank:
 
 # --- a run's checkpoints ----------------------------------------------------------------------------------------------
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint on disk.
-
-    Attributes:
-        written: when it was finished, in local time.
-        ranks, stages: number of ranks that saved it, and of stages of the model; None if they can't be read.
-        n_bytes: size of all files.
-        version: of hpcdist, that wrote it.
-        damage: the message about missing or damaged files; None if it is complete.
-    """
+    """A checkpoint on disk; numbers that can't be read are None."""
 
     path: Path
     step: int
-    written: datetime
-    ranks: int | None
-    stages: int | None
-    n_bytes: int
-    version: str | None
-    damage: str | None
+    written: datetime  # when it was finished, in local time
+    ranks: int | None  # that saved it
+    stages: int | None  # of the model
+    n_bytes: int  # of all files
+    version: str | None  # of hpcdist, that wrote it
+    damage: str | None  # the message about missing or damaged files; None if it is complete
 
 
 def survey(run: str | Path) -> list[SavedCheckpoint]:

@@ -19,23 +19,14 @@ from hpcdist.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SlicePosition:
-    """The position of a slice in a whole tensor.
+    """The position of a slice in a whole tensor."""
 
-    Attributes:
-        name: of the parameter.
-        shape: of the whole tensor.
-        offset: of the part in the whole tensor; None if only torch on the same ranks can join the parts.
-        size: the part's shape without padding.
-        part: the part's shape with padding.
-        span: the elements [first, last) of the part that the rank holds, row-major; None: all of them.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...] | None
-    size: tuple[int, ...]
-    part: tuple[int, ...]
-    span: tuple[int, int] | None = None
+    name: str  # of the parameter
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...] | None  # of the part in it; None if only torch on the same ranks can join the parts
+    size: tuple[int, ...]  # the part's shape without padding
+    part: tuple[int, ...]  # the part's shape with padding
+    span: tuple[int, int] | None = None  # elements [first, last) of the part on the rank, row-major; None: all of them
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> SlicePosition:

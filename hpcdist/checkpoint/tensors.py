@@ -7,7 +7,6 @@ hash what it writes. The format: the header's length (8 bytes, little-endian), t
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from hpcdist.checkpoint.slices import SlicePosition
 from hpcdist.errors import CheckpointError
-from hpcdist.records import Stamp, sync, tensor_bytes, write_durably
+from hpcdist.records import Stamp, replacing, sync, tensor_bytes, write_durably
 
 _NAMES = {  # in the format; some only in later versions of the library and of torch
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
@@ -111,8 +110,7 @@ def export(state: Mapping[str, Tensor], file: str | Path) -> None:
     """
     check_name(file)
     file = Path(file)
-    temporary = file.with_name(f"{file.name}.tmp-{secrets.token_hex(4)}")
-    try:
+    with replacing(file) as temporary:
         if file.suffix == ".safetensors":
             if odd := next((name for name, tensor in state.items() if tensor.dtype not in STORED), None):
                 raise CheckpointError(
@@ -123,10 +121,6 @@ def export(state: Mapping[str, Tensor], file: str | Path) -> None:
         else:
             torch.save(dict(state), temporary)
             sync(temporary)
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(file.parent)
 
 
 def check_name(file: str | Path) -> None:

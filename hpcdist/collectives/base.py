@@ -121,9 +121,9 @@ class Algorithm(AllReduce):
         self.inbox = Scratch()
         if comm.trace.timeline is not None:  # record each call
             name = f"all-reduce by {type(self).__module__.rpartition('.')[2]}"
-            self._sum = comm.trace.timeline.noted(name, "collective", self._sum)  # type: ignore[method-assign]
+            self._sum = comm.trace.timeline.span(name, "collective")(self._sum)  # type: ignore[method-assign]
             if type(self)._mean is not AllReduce._mean:  # the base's calls `_sum`, which is traced already
-                self._mean = comm.trace.timeline.noted(name, "collective", self._mean)  # type: ignore[method-assign]
+                self._mean = comm.trace.timeline.span(name, "collective")(self._mean)  # type: ignore[method-assign]
 
     @staticmethod
     def suits(comm: Communicator) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import Algorithm, Cost, chunks, segment_count, sum_in_rank_order
-from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, remember
+from hpcdist.collectives.calls.prepared import PreparedCalls, SlotCall, remember
 from hpcdist.collectives.calls.tensors import type_of
 from hpcdist.comm.communicator import Communicator, Window
 from hpcdist.errors import MismatchError
@@ -38,7 +38,7 @@ class SharedMemory(Algorithm):
         use_slots = self.suits(comm) and comm.trace.timeline is None  # a timeline shows barriers, but not slots
         self._slots = comm.memory.slots(SEGMENT_BYTES, "allreduce") if use_slots else None
         self._prepared = None if self._slots is None else PreparedCalls(self._slots, comm)
-        self._known: dict[tuple[int, torch.dtype], PreparedCall] = {}  # by length and dtype
+        self._known: dict[tuple[int, torch.dtype], SlotCall] = {}  # by length and dtype
         self._window = comm.window(SLOTS * SEGMENT_BYTES, torch.uint8) if self._slots is None else None
         self._turn = 0  # which slot of the window is next
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import secrets
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import platformdirs
 from pydantic import ValidationError
 
-from hpcdist.records import read_bounded
+from hpcdist.records import read_bounded, replacing
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
@@ -82,11 +81,10 @@ def _read(path: Path, check: Callable[[str], str], what: str) -> str:
 
 def write_cached(path: Path, text: str, what: str = "a measurement") -> None:
     """Write a cache file atomically, also if other processes write it at the same time; warn if that fails."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_text(text)
     except OSError as error:
         warnings.warn(
             f"{what} can't be cached in {path} ({error.strerror}) and will be measured again next time. Set "

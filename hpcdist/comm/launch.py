@@ -107,6 +107,15 @@ def task_or_none(environ: Mapping[str, str]) -> Task | None:
     return None
 
 
+def launch_command(environ: Mapping[str, str], ranks: int) -> list[str]:
+    """Return the start of a command for `ranks` ranks with this process's launcher, such as mpirun -n 4; or []."""
+    own = task_or_none(environ)
+    if own is None:
+        return []
+    program = own.launcher if own.launcher.startswith("srun") else own.launcher.rpartition(" ")[2]
+    return [*program.split(), "-n", str(ranks)]
+
+
 def number(environ: Mapping[str, str], name: str) -> int:
     """Read an integer from an environment variable; raise WorldError if it is not a number."""
     if not environ[name].isdigit():

@@ -5,19 +5,17 @@ Nothing leaves the process. Messages of the rank to itself are copied when they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hpcdist.comm.capabilities import DEADLINE_S, Failures, Platform, RankMemory, Trace
-from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.messages import Messages, Requests, check_graph
+from hpcdist.comm.communicator import Communicator, Requests
 from hpcdist.comm.transfer import (
     ANY,
     Envelope,
-    Neighbourhood,
     Request,
     Traffic,
     addable,
@@ -87,10 +85,6 @@ class SingleRankCommunicator(Communicator):
 
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> SingleRankCommunicator | None:
         return None if color is None else SingleRankCommunicator(self.failures.deadline_s, traffic)
-
-    def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
-        check_graph(self, sources, destinations)
-        return Messages(self.split(0), sources, destinations, owned=True)
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         check_count(count)

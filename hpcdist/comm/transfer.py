@@ -1,9 +1,8 @@
-"""Transfers: traffic counters, checks of arguments, requests in flight, and the exchange with neighbours."""
+"""Transfers: traffic counters, checks of arguments, and requests in flight."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, sub
 from typing import NoReturn
@@ -130,47 +129,3 @@ def addable(tensor: Tensor) -> Tensor:
     if tensor.dtype not in _ADDABLE:
         raise CommunicationError(f"dtype of a sum must be numeric; got {tensor.dtype}. Convert the tensor first.")
     return tensor
-
-
-class Neighbourhood(abc.ABC):
-    """Repeated exchange of tensors with the same ranks. Created by `Communicator.neighbourhood`."""
-
-    _sources: Sequence[int]
-
-    def start(self, send: Tensor, received: Tensor) -> Request:
-        """Collective. Start sending `send` to all destinations, and receiving a tensor of equal size from every source.
-
-        Never blocks. Exchanges match in the order in which ranks start them. Until the request is complete do not
-        change `send` or read `received`. Messages: one of `send.nbytes` per destination.
-
-        Args:
-            send: flat; of one length and dtype on all ranks.
-            received: flat, of len(sources) · len(send) elements, overwritten: the sources' tensors concatenated in
-                the order of `sources`.
-
-        Raises:
-            CommunicationError: `received` has the wrong length or dtype.
-
-        Example:
-            >>> left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-            >>> neighbours = comm.neighbourhood(sources=[left], destinations=[right])
-            >>> received = torch.empty(4)
-            >>> neighbours.start(torch.ones(4), received).wait()
-        """
-        check_flat(send, "send")
-        check_flat(received, "received")
-        expected = len(self._sources) * send.numel()
-        if received.numel() != expected or received.dtype != send.dtype:
-            raise CommunicationError(
-                f"received must have {expected} elements of {send.dtype} ({send.numel()} for each of "
-                f"{len(self._sources)} sources); got {received.numel()} of {received.dtype}. Allocate it so."
-            )
-        return self._start(send, received)
-
-    @abc.abstractmethod
-    def _start(self, send: Tensor, received: Tensor) -> Request:
-        """Implement `start`; arguments have been checked."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Collective. Release the neighbourhood; no exchange may be in flight."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -211,11 +211,6 @@ def atomic(what: str, before: int, *values: int) -> int:
 
 
 _HALF = 1 << 63
-
-
-def refuse_attached(*args: Any, **options: Any) -> NoReturn:
-    """Raise CommunicationError: memory attached by `RankMemory.attach` supports only get and put."""
-    raise CommunicationError("an attached window must be used for get and put only. Create one with comm.window.")
 
 
 def check_count(count: int) -> None:

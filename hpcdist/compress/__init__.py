@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hpcdist.compress.base import Compressor, Linear, Recoded, Span, spans
 from hpcdist.compress.coding.feedback import CompressionConfig, Feedback, JointCompression, Used, only_used
-from hpcdist.compress.coding.reduction import Reduction
+from hpcdist.compress.coding.reduction import Reduction, TwoWayMean
 from hpcdist.registry import catalogue
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Recoded",
     "Reduction",
     "Span",
+    "TwoWayMean",
     "Used",
     "available",
     "load",

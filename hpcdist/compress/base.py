@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from hpcdist.config import Settings
+from hpcdist.config.settings import Settings
 from hpcdist.errors import refuse_former
 from hpcdist.model.flat import FlatModel
 

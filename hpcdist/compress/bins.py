@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor
-from hpcdist.compress.coding.centroids import decode_codes, encode_codes, quantise
+from hpcdist.compress.coding.centroids import add_parts, encode_parts
 
 
 @final
@@ -32,25 +32,18 @@ class Bins(Compressor):
     """
 
     class Config(Compressor.Config):
-        """Options of bins."""
-
         bits: int = Field(2, ge=2, le=8, description="bits of an element before entropy coding")
 
     config: Config
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
-        values, bins = tensor.numpy(), 1 << self.config.bits
-        codes, means = np.empty(self.count, np.int32), np.empty((len(self.spans), bins), np.float32)
-        for span, span_means in zip(self.spans, means, strict=True):
-            part = values[span.start : span.stop]
-            part_codes, part_means = quantise(part, bins)
-            codes[span.start : span.stop], span_means[:] = part_codes, part_means
-            part -= part_means.astype(part.dtype)[part_codes]
-        return torch.from_numpy(np.concatenate([means.reshape(-1).view(np.uint8), encode_codes(codes, bins)]))
+        coded, means = encode_parts(tensor.numpy(), self._parts(), 1 << self.config.bits)
+        return torch.from_numpy(np.concatenate([means.view(np.uint8), coded]))
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        data, values, bins = message.numpy(), out.numpy(), 1 << self.config.bits
-        head = 4 * bins * len(self.spans)  # bytes of the means
-        codes = decode_codes(data[head:].copy(), bins)
-        for span, means in zip(self.spans, data[:head].copy().view(np.float32).reshape(-1, bins), strict=True):
-            values[span.start : span.stop] += weight * means.astype(values.dtype)[codes[span.start : span.stop]]
+        head = 4 * len(self.spans) << self.config.bits  # bytes of the means
+        means, coded = message[:head].numpy().copy().view(np.float32), message[head:].numpy().copy()
+        add_parts(coded, means, self._parts(), out.numpy(), weight)
+
+    def _parts(self) -> list[slice]:
+        return [slice(span.start, span.stop) for span in self.spans]

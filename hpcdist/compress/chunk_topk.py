@@ -15,7 +15,7 @@ from hpcdist.comm.chunks import alongside
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import sparse
 from hpcdist.compress.coding.blocks import Blocks
-from hpcdist.compress.coding.centroids import decode_codes, encode_codes, quantise
+from hpcdist.compress.coding.centroids import add_parts, encode_parts
 from hpcdist.compress.coding.elements import FLOATS, as_sent
 
 _BINS = 4  # of 2bit
@@ -45,8 +45,6 @@ class ChunkTopk(Compressor):
     """
 
     class Config(Compressor.Config):
-        """Options of chunk_topk."""
-
         ratio: float = Field(1 / 64, gt=0, le=1, description="part of the elements of a chunk to send")
         keep: int | None = Field(
             None, ge=1, description="elements of each chunk to send, all of a smaller chunk; none: the part ratio"
@@ -82,14 +80,9 @@ class ChunkTopk(Compressor):
             values[indices] -= sent
             return sparse.pack(indices, self.count, sent)
         chosen = values[indices]
-        codes, means = np.empty(len(indices), np.int32), np.empty((len(self.spans), _BINS), np.float32)
-        for span_means, chosen_slice in zip(means, self._parameter_slices(indices), strict=True):
-            part_codes, part_means = quantise(chosen[chosen_slice], _BINS)
-            codes[chosen_slice], span_means[:] = part_codes, part_means
-            chosen[chosen_slice] -= part_means.astype(chosen.dtype)[part_codes]
+        coded, means = encode_parts(chosen, self._parameter_slices(indices), _BINS)
         values[indices] = chosen
-        coded = encode_codes(codes, _BINS)
-        return sparse.pack(indices, self.count, np.array([len(coded)], np.uint32), coded, means.reshape(-1))
+        return sparse.pack(indices, self.count, np.array([len(coded)], np.uint32), coded, means)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         if not len(message):
@@ -100,10 +93,9 @@ class ChunkTopk(Compressor):
             values[indices] += payload[0].astype(values.dtype) * weight
             return
         _, coded, means = payload
-        codes, sent = decode_codes(coded, _BINS), np.empty(len(indices), values.dtype)
-        for span_means, chosen_slice in zip(means.reshape(-1, _BINS), self._parameter_slices(indices), strict=True):
-            sent[chosen_slice] = span_means[codes[chosen_slice]]
-        values[indices] += sent * weight
+        sent = np.zeros(len(indices), values.dtype)
+        add_parts(coded, means, self._parameter_slices(indices), sent, weight)
+        values[indices] += sent
 
     def _unpack(self, message: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
         """Returns the indices, and the values; with 2bit the size of the codes, the codes, and the means."""

@@ -38,8 +38,6 @@ class Qsgd(Compressor):
     """
 
     class Config(Compressor.Config):
-        """Options of qsgd."""
-
         levels: int = Field(
             7, ge=1, le=127, description="s, number of positive levels; there are as many negative ones"
         )

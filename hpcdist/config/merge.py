@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
-
 from hpcdist.errors import ConfigError
 from hpcdist.records import read_bounded
 
@@ -82,7 +80,7 @@ def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return _parse_toml(read_bounded(path).decode())
+        return tomllib.loads(read_bounded(path).decode())
     except FileNotFoundError:
         raise ConfigError(f"configuration file must exist; got {path}. Check the path.") from None
     except OSError as error:
@@ -93,29 +91,8 @@ def _read(path: Path) -> dict[str, Any]:
         line = re.search(r"line (\d+)", str(error))
         where = f"{path}:{line[1]}" if line else str(path)
         raise ConfigError(f"{where} must be TOML; got an error: {error}. Strings need quotes there.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # too many digits, or nested too deep for Python
         raise ConfigError(f"{path} must be TOML; got an error: {error}. Write simpler values.") from None
-
-
-def _parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; raise ValueError also where an integer has more than 64 bits, or values are nested too deep."""
-    try:
-        table = tomllib.loads(text)
-        _check_integers(table)
-    except tomllib.TOMLDecodeError:
-        raise
-    except RecursionError:
-        raise ValueError("values are nested too deep") from None
-    except ValueError:  # by Python, where decimal digits are too many for it
-        raise ValueError("an integer has more than 64 bits") from None
-    return table
-
-
-def _check_integers(value: Any) -> None:
-    if isinstance(value, int) and value.bit_length() > 64:
-        raise ValueError
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_integers(item)
 
 
 def _set(table: dict[str, Any], override: str) -> None:
@@ -139,12 +116,12 @@ def _set(table: dict[str, Any], override: str) -> None:
 def _parse(text: str, override: str) -> Any:
     """Return the value of a flag; the text itself if it is a bare word."""
     try:
-        parsed = _parse_toml(f"value = {text}")
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
         if text.startswith(_OPENERS):
             raise ConfigError(f"--set {override}: the value must be TOML or a bare word; got {error}.") from None
         return text
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--set {override:.60}: the value must be TOML or a bare word; got {error}.") from None
     # A text of several lines may parse as several keys, and a date as a date; both must be strings here.
     value = parsed["value"]
@@ -155,14 +132,14 @@ def _parse(text: str, override: str) -> Any:
 K = TypeVar("K")
 
 
-def fingerprint(config: BaseModel | Mapping[str, Any]) -> str:
+def fingerprint(config: Mapping[str, Any]) -> str:
     """Return the sha256 of a configuration, in hexadecimal. The order of keys has no effect; 1 and 1.0 differ."""
-    return hashlib.sha256(_canonical(_plain(config)).encode()).hexdigest()
+    return hashlib.sha256(_canonical(config).encode()).hexdigest()
 
 
-def differences(a: BaseModel | Mapping[str, Any], b: BaseModel | Mapping[str, Any]) -> list[str]:
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """List the keys whose values differ, as lines `optimizer.lr: 0.1 against 0.2`."""
-    left, right = _leaves(_plain(a)), _leaves(_plain(b))
+    left, right = _leaves(a), _leaves(b)
     keys = [*left, *(key for key in right if key not in left)]
     return [
         f"{key}: {left.get(key, 'nothing')} against {right.get(key, 'nothing')}"
@@ -206,9 +183,6 @@ def differing(settings: Mapping[K, Mapping[str, Any]]) -> dict[str, dict[K, str]
     """Return the settings in which runs differ: by dotted key, for each run that has the key, its value as text.
 
     Options of an algorithm are compared only among runs with the same algorithm.
-
-    Args:
-        settings: of each run.
     """
     leaves = {run: _leaves(of_run) for run, of_run in settings.items()}
     keys = dict.fromkeys(key for of_run in leaves.values() for key in of_run)
@@ -226,10 +200,6 @@ def differing(settings: Mapping[K, Mapping[str, Any]]) -> dict[str, dict[K, str]
         if key not in NOT_COMPARED and any(len(texts) > 1 for texts in values.values()):
             different[key] = {run: of_run[key].strip('"') for run, of_run in leaves.items() if key in of_run}
     return different
-
-
-def _plain(config: BaseModel | Mapping[str, Any]) -> Any:
-    return config.model_dump() if isinstance(config, BaseModel) else config
 
 
 def _canonical(value: Any) -> str:

@@ -20,7 +20,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from hpcdist.errors import DataError, UnknownNameError
-from hpcdist.records.files import MOST_BYTES, read_bounded, writing
+from hpcdist.records.files import MOST_BYTES, read_bounded, replacing, writing
 
 TIMEOUT_S = 20.0  # longest silence of a mirror
 BLOCK_BYTES = 1 << 20
@@ -154,18 +154,14 @@ def _copy(release: Release, source: Path, folder: Path) -> None:
 
 def _accept(path: Path, target: Path, sha: str) -> None:
     """Write a file uncompressed to `target`, atomically; raise Unavailable if its sha256 is not `sha`."""
-    unfinished = target.with_name(f"{target.name}.part")
     checksum = hashlib.sha256()
-    try:
+    with replacing(target) as unfinished:
         with open(unfinished, "wb") as written:
             for block in _blocks(path):
                 checksum.update(block)
                 written.write(block)
         if checksum.hexdigest() != sha:
             raise Unavailable(f"{path.name} is not the original: its sha256 is {checksum.hexdigest()}, not {sha}")
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

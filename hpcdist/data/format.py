@@ -44,10 +44,7 @@ def damage(path: str | Path, fault: str, advice: str = "Write it again.") -> Dat
 
 
 def require_memory(path: str | Path, n_bytes: int, content: str) -> None:
-    """Raise DataError if `n_bytes`, which must be in memory at the same time, exceed this machine's memory.
-
-    A file with holes, or a damaged one, may claim any size.
-    """
+    """Raise DataError if `n_bytes` exceed this machine's memory: a file with holes may claim any size."""
     if n_bytes > (available := psutil.virtual_memory().total):
         raise damage(
             path, f"has {n_bytes} bytes of {content}, more than this machine's memory of {available}", "Divide it."
@@ -74,7 +71,7 @@ class Column:
     shape: tuple[int, ...]  # of one sample
     dtype: np.dtype  # as stored
     chunk_samples: int
-    chunk_offsets: np.ndarray | None  # bytes from the start of the file; None if only HDF5 can read the chunks
+    offset: int | None  # of the first sample in the file, see `array_offset`
 
     @property
     def sample_bytes(self) -> int:
@@ -82,12 +79,8 @@ class Column:
 
     @property
     def end_bytes(self) -> int:
-        """The end of the last sample, in bytes from the start of the file; 0 if the offsets are not known."""
-        if self.chunk_offsets is None:
-            return 0
-        in_chunk = np.full(len(self.chunk_offsets), self.chunk_samples)
-        in_chunk[-1] = self.samples - self.chunk_samples * (len(in_chunk) - 1)  # the last chunk may be incomplete
-        return int((self.chunk_offsets + in_chunk * self.sample_bytes).max())
+        """The end of the last sample, in bytes from the start of the file; 0 if the offset is not known."""
+        return 0 if self.offset is None else self.offset + self.samples * self.sample_bytes
 
 
 @dataclass(frozen=True)
@@ -105,12 +98,7 @@ class Header:
 
 
 def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_comm: object = None) -> h5py.File:
-    """Open a file for reading. Collective with `mpi_comm`, by parallel HDF5.
-
-    Raises:
-        DataError: the file is missing, unreadable, locked, truncated or not HDF5.
-        ConfigError: `locking` has another value than those in LOCKING.
-    """
+    """Open a file for reading. Collective with `mpi_comm`, by parallel HDF5."""
     if locking not in LOCKING:
         raise ConfigError(f"locking must be one of {', '.join(map(repr, LOCKING))}; got {locking!r}.")
     try:
@@ -133,12 +121,6 @@ def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_com
         raise damage(path, f"is truncated or corrupt ({error})") from error
 
 
-def read_header(file: h5py.File, split: str) -> Header:
-    """Read the header of an open file; raise DataError if it breaks a rule of the layout."""
-    with named_faults(file.filename):
-        return _read_header(file, file.filename, split)
-
-
 def split_names(file: h5py.File) -> list[str]:
     """List the names of all splits, training first; raise DataError if they can't be read."""
     with named_faults(file.filename):
@@ -146,29 +128,34 @@ def split_names(file: h5py.File) -> list[str]:
     return sorted(groups, key=lambda name: (name != "train", name))
 
 
-def _read_header(file: h5py.File, path: str, split: str) -> Header:
-    attributes = {name: _plain(value) for name, value in file.attrs.items()}
-    if attributes.get("format") != FORMAT:
-        raise damage(path, "is HDF5 but not in hpcdist's layout (no attribute format='hpcdist')", OTHERS)
-    version = attributes.get("format_version")
-    if version != VERSION:
-        advice = "Update hpcdist, or write it again."
-        raise damage(path, f"has format version {version}, this hpcdist reads {VERSION}", advice)
-    task, classes = attributes.get("task"), tuple(attributes.get("classes", ()))
-    if task not in TASKS:
-        raise damage(path, f"has task {task!r}, which must be one of {', '.join(TASKS)}")
-    if task == "classification" and not classes:
-        raise damage(path, "is for classification but names no classes")
-    if split not in file:
-        raise damage(path, f"has no split {split!r}", f"It has {', '.join(split_names(file)) or 'none'}.")
-    x, y = (_read_column(file, path, f"{split}/{name}") for name in "xy")
-    if x.samples != y.samples or x.samples == 0:
-        raise damage(path, f"has {x.samples} samples in {x.name} but {y.samples} in {y.name}: must be equal, above 0")
-    if task == "classification" and (y.dtype.kind not in "iu" or y.shape != ()):
-        raise damage(path, f"has labels {y.name} of dtype {y.dtype} and shape {y.shape}: must be one integer each")
-    notes = {name: value for name, value in attributes.items() if name not in RESERVED}
-    factors = (_read_factor(file[x.name], path, key) for key in ("scale", "offset"))
-    return Header(task, attributes.get("source", ""), classes, notes, x, y, *factors)
+def read_header(file: h5py.File, split: str) -> Header:
+    """Read the header of an open file; raise DataError if it breaks a rule of the layout."""
+    path = file.filename
+    with named_faults(path):
+        attributes = {name: _plain(value) for name, value in file.attrs.items()}
+        if attributes.get("format") != FORMAT:
+            raise damage(path, "is HDF5 but not in hpcdist's layout (no attribute format='hpcdist')", OTHERS)
+        version = attributes.get("format_version")
+        if version != VERSION:
+            advice = "Update hpcdist, or write it again."
+            raise damage(path, f"has format version {version}, this hpcdist reads {VERSION}", advice)
+        task, classes = attributes.get("task"), tuple(attributes.get("classes", ()))
+        if task not in TASKS:
+            raise damage(path, f"has task {task!r}, which must be one of {', '.join(TASKS)}")
+        if task == "classification" and not classes:
+            raise damage(path, "is for classification but names no classes")
+        if split not in file:
+            raise damage(path, f"has no split {split!r}", f"It has {', '.join(split_names(file)) or 'none'}.")
+        x, y = (_read_column(file, path, f"{split}/{name}") for name in "xy")
+        if x.samples != y.samples or x.samples == 0:
+            raise damage(
+                path, f"has {x.samples} samples in {x.name} but {y.samples} in {y.name}: must be equal, above 0"
+            )
+        if task == "classification" and (y.dtype.kind not in "iu" or y.shape != ()):
+            raise damage(path, f"has labels {y.name} of dtype {y.dtype} and shape {y.shape}: must be one integer each")
+        notes = {name: value for name, value in attributes.items() if name not in RESERVED}
+        factors = (_read_factor(file[x.name], path, key) for key in ("scale", "offset"))
+        return Header(task, attributes.get("source", ""), classes, notes, x, y, *factors)
 
 
 def _read_column(file: h5py.File, path: str, name: str) -> Column:
@@ -181,8 +168,8 @@ def _read_column(file: h5py.File, path: str, name: str) -> Column:
         raise damage(path, f"has shape {dataset.shape} in {name}, which must be (samples, ...) with no dimension of 0")
     n_bytes = math.prod(dataset.shape[1:] if name.endswith("x") else dataset.shape) * dataset.dtype.itemsize
     require_memory(path, n_bytes, f"a sample of {name}" if name.endswith("x") else name)
-    offsets = chunk_offsets(dataset)
-    column = Column(name, len(dataset), dataset.shape[1:], dataset.dtype, samples_per_chunk(dataset), offsets)
+    chunk_samples, offset = samples_per_chunk(dataset), array_offset(dataset)
+    column = Column(name, len(dataset), dataset.shape[1:], dataset.dtype, chunk_samples, offset)
     if column.end_bytes > os.path.getsize(path):
         raise damage(path, f"is truncated: {name} should reach byte {column.end_bytes} of {os.path.getsize(path)}")
     return column
@@ -194,17 +181,11 @@ def _read_factor(dataset: h5py.Dataset, path: str, key: str) -> np.ndarray | Non
         return None
     factor = np.asarray(dataset.attrs[key])
     shape = dataset.shape[1:]
-    if factor.dtype.kind not in "iuf" or not np.isfinite(factor).all() or not _broadcasts(factor.shape, shape):
+    fits = factor.ndim <= len(shape) and all(a in (1, b) for a, b in zip(factor.shape[::-1], shape[::-1]))
+    if not fits or factor.dtype.kind not in "iuf" or not np.isfinite(factor).all():
         got = f"dtype {factor.dtype} and shape {factor.shape}"
         raise damage(path, f"has a {key} of {got}: must be finite numbers that broadcast against {shape}")
     return factor
-
-
-def _broadcasts(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
-    try:
-        return np.broadcast_shapes(shape, onto) == onto
-    except ValueError:
-        return False
 
 
 def _plain(value: Any) -> Any:
@@ -229,28 +210,21 @@ def samples_per_chunk(dataset: h5py.Dataset) -> int:
     return preferred_chunk_samples(dataset.dtype.itemsize * math.prod(dataset.shape[1:]), len(dataset))
 
 
-def chunk_offsets(dataset: h5py.Dataset) -> np.ndarray | None:
-    """Return for each chunk of `samples_per_chunk` samples its offset in the file, in bytes: int64, in order.
+def array_offset(dataset: h5py.Dataset) -> int | None:
+    """Return the first sample's offset in the file, in bytes, if the samples are one array there, as `create` writes.
 
-    None if only HDF5 can read the values: they are compressed, split along another dimension, stored elsewhere or never
-    written, or HDF5 does not know the offsets.
+    None if only HDF5 can read the values: they are compressed, in scattered chunks, stored elsewhere, never written...
     """
     if dataset.file.driver != "sec2" or dataset.file.userblock_size or dataset.is_virtual or dataset.external:
         return None
-    chunk_samples = samples_per_chunk(dataset)
-    chunk_bytes = chunk_samples * dataset.dtype.itemsize * math.prod(dataset.shape[1:])
-    chunks = -(-len(dataset) // chunk_samples)
     if not dataset.chunks:
-        start = dataset.id.get_offset()
-        return None if start is None else start + chunk_bytes * np.arange(chunks)
+        return dataset.id.get_offset()
+    length = dataset.chunks[0]
+    count, chunk_bytes = -(-len(dataset) // length), math.prod(dataset.chunks) * dataset.dtype.itemsize
     plain = dataset.id.get_create_plist().get_nfilters() == 0 and dataset.chunks[1:] == dataset.shape[1:]
-    if not plain or not hasattr(dataset.id, "chunk_iter") or dataset.id.get_num_chunks() != chunks:
+    if not plain or not hasattr(dataset.id, "chunk_iter") or dataset.id.get_num_chunks() != count:
         return None  # HDF5 before 1.12.3 can't iterate
-    offsets = np.full(chunks, -1, dtype=np.int64)
-
-    def note(chunk: Any) -> None:
-        if chunk.size == chunk_bytes:
-            offsets[chunk.chunk_offset[0] // chunk_samples] = chunk.byte_offset
-
-    dataset.id.chunk_iter(note)
-    return None if (offsets < 0).any() else offsets
+    offsets: dict[int, int] = {}  # by number of the chunk
+    dataset.id.chunk_iter(lambda chunk: offsets.update({chunk.chunk_offset[0] // length: chunk.byte_offset}))
+    is_array = all(offset == offsets[0] + number * chunk_bytes for number, offset in offsets.items())
+    return offsets[0] if is_array else None

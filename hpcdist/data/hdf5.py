@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hpcdist.data.format import Column, Header, damage, open_file, read_header
+from hpcdist.data.format import Column, damage, open_file, read_header
 from hpcdist.data.loader import Samples
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import open_regular
@@ -24,14 +25,18 @@ from hpcdist.records import open_regular
 COLUMNS = ("x", "y")
 CHECKED_BYTES = 16 << 20  # of a column, for its checksum; of larger ones in so many stretches:
 STRETCHES = 64
+PROCESS_LEFT = (
+    "a dataset on parallel HDF5 must be used in the process that opened it, unpickled, before it is closed. Leave out "
+    "mpi_comm where DataLoader has workers."
+)
 CACHE_SLOTS = 10_007  # slots of HDF5's hash table of cached chunks: a prime, far above their number
 
 
-class HDF5Dataset(Dataset):
+class HDF5Dataset(Dataset, AbstractContextManager):
     """One split of a file that `create` wrote: (x, y) tensors by index, or many at once by `batch`.
 
     The constructor reads and checks the header. Each process opens the data at its first access: by a memory map if the
-    chunks are stored without filters, through HDF5 if they are compressed or `mpi_comm` is in use. So an instance may
+    samples are one array in the file, through HDF5 if they are compressed or `mpi_comm` is in use. So an instance may
     be pickled, and used in DataLoader's workers under fork and spawn. If everything is mapped, the HDF5 file is closed
     after the header is read, and no lock remains.
 
@@ -88,8 +93,11 @@ class HDF5Dataset(Dataset):
             file.close()
         self.task, self.source, self.classes, self.notes = header.task, header.source, header.classes, header.notes
         self.x_shape, self.y_shape = header.x.shape, header.y.shape
-        self._convert = Conversion(header)
-        self.x_dtype, self.y_dtype = self._convert.dtype, _torch_dtype(header.y.dtype)
+        self.x_dtype, self.y_dtype = _torch_dtype(header.x.dtype), _torch_dtype(header.y.dtype)
+        factors = header.scale, header.offset
+        if any(factor is not None for factor in factors) and not self.x_dtype.is_floating_point:
+            self.x_dtype = torch.float32
+        self._scale, self._offset = (None if f is None else torch.from_numpy(f).to(self.x_dtype) for f in factors)
 
     @property
     def parallel(self) -> bool:
@@ -121,22 +129,27 @@ class HDF5Dataset(Dataset):
         if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
             raise IndexError(f"indices must be a list of integers; got shape {indices.shape} of {indices.dtype}.")
         indices = indices.astype(np.int64, copy=False)
-        return self._read_x(indices), self._read_y(indices)
+        x = self._take("x", self._x, indices, self.x_shape, self.x_dtype)
+        if "x" in self._columns:
+            x = x.to(self.x_dtype)
+            x = x if self._scale is None else x.mul_(self._scale)
+            x = x if self._offset is None else x.add_(self._offset)
+        return x, self._take("y", self._y, indices, self.y_shape, self.y_dtype)
 
-    def _read_x(self, indices: np.ndarray) -> Tensor:
-        if "x" not in self._columns:
-            return torch.zeros((), dtype=self.x_dtype).expand(len(indices), *self.x_shape)
-        return self._convert(cast(MappedRows, self._x).take(indices))
-
-    def _read_y(self, indices: np.ndarray) -> Tensor:
-        if "y" not in self._columns:
-            return torch.zeros((), dtype=self.y_dtype).expand(len(indices), *self.y_shape)
-        return torch.from_numpy(cast(MappedRows, self._y).take(indices))
+    def _take(self, name: str, rows: Any, indices: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Read samples of x or y as they are stored, or return zeros that take no memory."""
+        if name in self._columns:
+            return torch.from_numpy(rows.take(indices))
+        return torch.zeros((), dtype=dtype).expand(len(indices), *shape)
 
     def labels(self) -> np.ndarray:
         """Read y of all samples."""
         with HDF5Dataset(self.path, self.split, columns=("y",)) as dataset:
             return dataset.batch(np.arange(len(self)))[1].numpy()
+
+    def stored_labels(self) -> Tensor | None:
+        """Return y of all samples if it is one integer for each, else None."""
+        return torch.from_numpy(self.labels()) if not (self.y_shape or self.y_dtype.is_floating_point) else None
 
     @property
     def checksum(self) -> str:
@@ -167,26 +180,17 @@ class HDF5Dataset(Dataset):
         self._pid = None
         self._file = self._x = self._y = None
 
-    def __enter__(self) -> HDF5Dataset:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict:
         if self.parallel:
-            raise ConfigError(
-                "a dataset on parallel HDF5 must stay in its process; it can't be pickled. "
-                "Leave out mpi_comm where DataLoader has workers."
-            )
+            raise ConfigError(PROCESS_LEFT)
         return {**vars(self), "_pid": None, "_file": None, "_x": None, "_y": None}
 
     def _open(self) -> None:
         if self.parallel:
-            raise ConfigError(
-                "a dataset on parallel HDF5 must be used in the process that opened it, before it is closed. "
-                "Leave out mpi_comm where DataLoader has workers."
-            )
+            raise ConfigError(PROCESS_LEFT)
         self._attach(None if self.mapped else open_file(self.path, **self._open_options))
 
     def _attach(self, file: h5py.File | None) -> None:
@@ -210,7 +214,7 @@ class HDF5Dataset(Dataset):
                 ) from None
 
     def _is_mapped(self, column: Column) -> bool:
-        return self._memory_map and column.chunk_offsets is not None
+        return self._memory_map and column.offset is not None
 
 
 @lru_cache(maxsize=64)  # virtual ranks share a process
@@ -232,28 +236,6 @@ def _checksum(path: Path, split: str, identity: object, memory_map: bool, lockin
     return f"{checksum:08x}"
 
 
-class Conversion:
-    """Converts stored x to a tensor: unchanged, or times scale plus offset (integers become float32)."""
-
-    def __init__(self, header: Header):
-        stored = _torch_dtype(header.x.dtype)
-        self.plain = header.scale is None and header.offset is None
-        self.dtype = stored if self.plain or stored.is_floating_point else torch.float32
-        self.scale, self.offset = (
-            None if factor is None else torch.from_numpy(factor).to(self.dtype)
-            for factor in (header.scale, header.offset)
-        )
-
-    def __call__(self, stored: np.ndarray) -> Tensor:
-        values = torch.from_numpy(stored)
-        if self.plain:
-            return values
-        values = values.to(self.dtype)
-        if self.scale is not None:
-            values.mul_(self.scale)
-        return values if self.offset is None else values.add_(self.offset)
-
-
 def _torch_dtype(dtype: np.dtype) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
 
@@ -269,7 +251,7 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 # --- samples by index, in any order and repeatedly --------------------------------------------------------------------
 class MappedRows:
-    """Samples in a memory map, at the offsets that HDF5 has reported for the chunks.
+    """Samples that are one array in a memory map.
 
     The file's length is checked before each batch. If somebody truncates the file while a batch is copied, the process
     still dies of SIGBUS, as with every memory map; `create` replaces files by a rename, which is harmless.
@@ -277,51 +259,19 @@ class MappedRows:
 
     def __init__(self, column: Column, memory: mmap.mmap, path: Path):
         self._column, self._memory, self._path = column, memory, path
-        self._end_bytes = column.end_bytes
-        self._sample = np.dtype((np.void, column.sample_bytes))  # a sample may lie at any address
-        self._offsets = offsets = cast(np.ndarray, column.chunk_offsets)
-        chunk_bytes = column.chunk_samples * column.sample_bytes
-        self._take: Callable[[np.ndarray], np.ndarray]
-        if (np.diff(offsets) == chunk_bytes).all():  # the usual case: the samples are one array
-            samples: np.ndarray = np.frombuffer(memory, self._sample, column.samples, int(offsets[0]))
-            self._take = lambda indices: self._values(samples.take(indices))
-        else:
-            self._take = self._take_windows
-            self._open_windows(memory)
+        sample = np.dtype((np.void, column.sample_bytes))  # a sample may lie at any address
+        self._samples = np.frombuffer(memory, sample, column.samples, cast(int, column.offset))
 
     def take(self, indices: np.ndarray) -> np.ndarray:
         """Copy the samples at `indices`; raise DataError if the file has become shorter."""
-        if (length := self._memory.size()) < self._end_bytes:  # the file's, not the map's
+        column = self._column
+        if (length := self._memory.size()) < column.end_bytes:  # the file's, not the map's
             raise damage(
                 self._path,
-                f"has become shorter while it was read: {self._column.name} reaches byte {self._end_bytes} of {length}",
+                f"has become shorter while it was read: {column.name} reaches byte {column.end_bytes} of {length}",
                 "Write it anew under another name, then rename it.",
             )
-        return self._take(indices)
-
-    def _open_windows(self, memory: mmap.mmap) -> None:
-        """View the map as an array of overlapping windows, each as long as a sample.
-
-        Windows start at the multiples of the greatest common divisor of all distances between samples, so that every
-        sample is one of them.
-        """
-        column, offsets = self._column, self._offsets
-        base = int(offsets.min())
-        grid = int(np.gcd.reduce(np.append(offsets - base, column.sample_bytes)))
-        self._chunk_windows: np.ndarray = (offsets - base) // grid  # the window at the start of each chunk
-        self._sample_windows = column.sample_bytes // grid
-        count = (column.end_bytes - base - column.sample_bytes) // grid + 1
-        self._windows: np.ndarray = np.ndarray((count,), self._sample, memory, offset=base, strides=(grid,))
-
-    def _take_windows(self, indices: np.ndarray) -> np.ndarray:
-        column = self._column
-        chunk, within = np.divmod(in_range(indices, column.samples), column.chunk_samples)
-        return self._values(self._windows[self._chunk_windows[chunk] + within * self._sample_windows])
-
-    def _values(self, samples: np.ndarray) -> np.ndarray:
-        """Return samples, an array of opaque bytes, as numbers in the shape of the column and in native byte order."""
-        column = self._column
-        values = samples.view(column.dtype).reshape(-1, *column.shape)
+        values = self._samples.take(indices).view(column.dtype).reshape(-1, *column.shape)
         return values if column.dtype.isnative else values.astype(column.dtype.newbyteorder("="))
 
 
@@ -339,7 +289,9 @@ class StoredRows:
 
     def take(self, indices: np.ndarray) -> np.ndarray:
         column = self._column
-        indices = in_range(indices, column.samples)
+        indices = np.where(indices < 0, indices + column.samples, indices)
+        if ((indices < 0) | (indices >= column.samples)).any():
+            raise IndexError(f"an index is out of bounds for {column.samples} samples")
         out = np.empty((len(indices), *column.shape), column.dtype.newbyteorder("="))
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
@@ -354,11 +306,3 @@ class StoredRows:
             return self._dataset[start:stop]
         except (OSError, RuntimeError) as error:
             raise damage(self._path, f"is corrupt in {self._column.name}[{start}:{stop}] ({error})") from error
-
-
-def in_range(indices: np.ndarray, samples: int) -> np.ndarray:
-    """Convert negative indices to 0..samples-1, as NumPy does; raise IndexError where one is out of bounds."""
-    indices = np.where(indices < 0, indices + samples, indices)
-    if ((indices < 0) | (indices >= samples)).any():
-        raise IndexError(f"an index is out of bounds for {samples} samples")
-    return indices

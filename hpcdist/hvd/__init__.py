@@ -3,139 +3,72 @@
 Calls are matched by tensor names, so that ranks may submit them in different orders. Horovod need not be installed.
 """
 
-from hpcdist.hvd import elastic
-from hpcdist.hvd.compression import Compression
-from hpcdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from hpcdist.hvd.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from hpcdist.hvd.named_calls import Adasum, Average, Max, Min, Product, Sum
-from hpcdist.hvd.operations import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
-)
-from hpcdist.hvd.optimizer import DistributedOptimizer
-from hpcdist.hvd.state import (
-    ProcessSet,
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from hpcdist.hvd.sync_batch_norm import SyncBatchNorm
-
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+from hpcdist.hvd import elastic as elastic
+from hpcdist.hvd.compression import Compression as Compression
+from hpcdist.hvd.exceptions import HorovodInternalError as HorovodInternalError
+from hpcdist.hvd.exceptions import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from hpcdist.hvd.functions import allgather_object as allgather_object
+from hpcdist.hvd.functions import broadcast_object as broadcast_object
+from hpcdist.hvd.functions import broadcast_optimizer_state as broadcast_optimizer_state
+from hpcdist.hvd.functions import broadcast_parameters as broadcast_parameters
+from hpcdist.hvd.named_calls import Adasum as Adasum
+from hpcdist.hvd.named_calls import Average as Average
+from hpcdist.hvd.named_calls import Max as Max
+from hpcdist.hvd.named_calls import Min as Min
+from hpcdist.hvd.named_calls import Product as Product
+from hpcdist.hvd.named_calls import Sum as Sum
+from hpcdist.hvd.operations import allgather as allgather
+from hpcdist.hvd.operations import allgather_async as allgather_async
+from hpcdist.hvd.operations import allreduce as allreduce
+from hpcdist.hvd.operations import allreduce_ as allreduce_
+from hpcdist.hvd.operations import allreduce_async as allreduce_async
+from hpcdist.hvd.operations import allreduce_async_ as allreduce_async_
+from hpcdist.hvd.operations import alltoall as alltoall
+from hpcdist.hvd.operations import alltoall_async as alltoall_async
+from hpcdist.hvd.operations import barrier as barrier
+from hpcdist.hvd.operations import broadcast as broadcast
+from hpcdist.hvd.operations import broadcast_ as broadcast_
+from hpcdist.hvd.operations import broadcast_async as broadcast_async
+from hpcdist.hvd.operations import broadcast_async_ as broadcast_async_
+from hpcdist.hvd.operations import grouped_allgather as grouped_allgather
+from hpcdist.hvd.operations import grouped_allgather_async as grouped_allgather_async
+from hpcdist.hvd.operations import grouped_allreduce as grouped_allreduce
+from hpcdist.hvd.operations import grouped_allreduce_ as grouped_allreduce_
+from hpcdist.hvd.operations import grouped_allreduce_async as grouped_allreduce_async
+from hpcdist.hvd.operations import grouped_allreduce_async_ as grouped_allreduce_async_
+from hpcdist.hvd.operations import grouped_reducescatter as grouped_reducescatter
+from hpcdist.hvd.operations import grouped_reducescatter_async as grouped_reducescatter_async
+from hpcdist.hvd.operations import join as join
+from hpcdist.hvd.operations import poll as poll
+from hpcdist.hvd.operations import reducescatter as reducescatter
+from hpcdist.hvd.operations import reducescatter_async as reducescatter_async
+from hpcdist.hvd.operations import sparse_allreduce_async as sparse_allreduce_async
+from hpcdist.hvd.operations import synchronize as synchronize
+from hpcdist.hvd.optimizer import DistributedOptimizer as DistributedOptimizer
+from hpcdist.hvd.state import ProcessSet as ProcessSet
+from hpcdist.hvd.state import add_process_set as add_process_set
+from hpcdist.hvd.state import ccl_built as ccl_built
+from hpcdist.hvd.state import cross_rank as cross_rank
+from hpcdist.hvd.state import cross_size as cross_size
+from hpcdist.hvd.state import cuda_built as cuda_built
+from hpcdist.hvd.state import ddl_built as ddl_built
+from hpcdist.hvd.state import global_process_set as global_process_set
+from hpcdist.hvd.state import gloo_built as gloo_built
+from hpcdist.hvd.state import gloo_enabled as gloo_enabled
+from hpcdist.hvd.state import init as init
+from hpcdist.hvd.state import is_homogeneous as is_homogeneous
+from hpcdist.hvd.state import is_initialized as is_initialized
+from hpcdist.hvd.state import local_rank as local_rank
+from hpcdist.hvd.state import local_size as local_size
+from hpcdist.hvd.state import mpi_built as mpi_built
+from hpcdist.hvd.state import mpi_enabled as mpi_enabled
+from hpcdist.hvd.state import mpi_threads_supported as mpi_threads_supported
+from hpcdist.hvd.state import nccl_built as nccl_built
+from hpcdist.hvd.state import rank as rank
+from hpcdist.hvd.state import remove_process_set as remove_process_set
+from hpcdist.hvd.state import rocm_built as rocm_built
+from hpcdist.hvd.state import shutdown as shutdown
+from hpcdist.hvd.state import size as size
+from hpcdist.hvd.state import start_timeline as start_timeline
+from hpcdist.hvd.state import stop_timeline as stop_timeline
+from hpcdist.hvd.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

@@ -8,12 +8,11 @@ Reference: Alexander Sergeev, Mike Del Balso, "Horovod: fast and easy distribute
 
 from __future__ import annotations
 
-import abc
 import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, ClassVar, cast
@@ -28,6 +27,7 @@ from hpcdist.comm.work import CallQueue, Work
 from hpcdist.errors import CommunicationError, DeadlineError, MismatchError
 from hpcdist.hvd.exceptions import HorovodInternalError
 from hpcdist.hvd.fusion import FusionBuffer
+from hpcdist.hvd.timeline import CallTimeline
 
 MAX_REQUESTS, LIMIT_REQUESTS = 32, 1024  # requests in an exchange: at first, and after ranks have had more
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # pauses of ranks that wait for each other's next request
@@ -40,7 +40,7 @@ HEADER = 3  # fields before the requests: their number, when the rank joined, an
 MAX_NAMED = 8  # requests of a rank that a message names
 
 
-class NamedCall(abc.ABC):
+class NamedCall:
     """A collective call submitted on a rank, and later its result.
 
     Args:
@@ -74,13 +74,13 @@ class NamedCall(abc.ABC):
         """Return digests of the name, and of the properties."""
         return _name_digest(self.kind, self.name), _digest(*self.properties)
 
-    @abc.abstractmethod
     def run(self, calls: Collectives) -> None:
-        """Collective. Make the call, and set `result`."""
+        """Collective. Make the call, and set `result`; not of `Join`, nor of a call that is refused after a join."""
+        raise NotImplementedError
 
     def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
-        """Collective. Make the calls of `requests` (the first is `self`) by one call; for kinds with a `fusion_key`."""
-        raise NotImplementedError
+        """Collective. Make the calls of `requests`, which are `self` and others with its `fusion_key`, by one call."""
+        self.run(calls)
 
 
 class Join(NamedCall):
@@ -92,40 +92,10 @@ class Join(NamedCall):
         super().__init__("")
         self.since_ns = time.time_ns()
 
-    def run(self, calls: Collectives) -> None:
-        raise NotImplementedError  # handled by the matcher
-
-
-class Refused(NamedCall):
-    """The part of a joined rank in a call that has no stand-in."""
-
-    def run(self, calls: Collectives) -> None:
-        raise NotImplementedError  # it ends with an error
-
 
 # By kind of call: creates the part of a rank that has joined, from the call's name and its properties, as returned by
 # `_to_json`. Calls of other kinds are refused after a join.
 STANDINS: dict[str, Callable[[str, Any], NamedCall]] = {}
-
-
-class Watcher(abc.ABC):
-    """Called with the events of a matcher."""
-
-    @abc.abstractmethod
-    def submitted(self, request: NamedCall) -> None:
-        """A request was submitted."""
-
-    @abc.abstractmethod
-    def started(self, request: NamedCall) -> None:
-        """All ranks have submitted it, and the call starts."""
-
-    @abc.abstractmethod
-    def ended(self, request: NamedCall) -> None:
-        """It is done."""
-
-    @abc.abstractmethod
-    def exchanged(self) -> None:
-        """Ranks have exchanged their requests."""
 
 
 class Matcher:
@@ -150,7 +120,7 @@ class Matcher:
         self._error: BaseException | None = None  # of a failed exchange
         self._failed_ranks = ""
         self._allocate(MAX_REQUESTS)
-        self.watcher: Watcher | None = None
+        self.timeline: CallTimeline | None = None
 
     def submit(self, request: NamedCall) -> NamedCall:
         """Submit a request; raise ValueError if a request with that name is pending.
@@ -169,8 +139,8 @@ class Matcher:
             if not self._pending:
                 self._since_s = time.perf_counter()
             self._pending[key] = request
-            if self.watcher is not None:
-                self.watcher.submitted(request)
+            if self.timeline is not None:
+                self.timeline.submitted(request)
             if not self._queued:
                 self._queued, self._work = True, self._queue.submit(self._run)
             self._work.waited = self._waiting > 0
@@ -287,8 +257,8 @@ class Matcher:
         fields_by_rank, joined_ns, any_late = self._exchange(
             [*itertools.chain(*keys)], 0 if join_request is None else join_request.since_ns, late
         )
-        if self.watcher is not None:
-            self.watcher.exchanged()
+        if self.timeline is not None:
+            self.timeline.exchanged()
         unjoined = [rank for rank, time_ns in enumerate(joined_ns) if not time_ns]
         if not unjoined:  # all have joined: the result is the last rank to do so
             if join_request is not None:
@@ -360,17 +330,13 @@ class Matcher:
         self.calls.all_gather(self._all, self._local)
         counts, joined_ns = of_all[:, 0].tolist(), of_all[:, 1].tolist()
         longest_count = max(counts)
-        if longest_count > capacity:  # a rank's fields were cut off: send all fields again, in longer tensors
-            local_longer = torch.zeros(longest_count, dtype=torch.int64)
-            local_longer.numpy()[: len(fields)] = fields
-            all_longer = torch.empty(len(counts), longest_count, dtype=torch.int64)
-            self.calls.all_gather(all_longer, local_longer)
-            rows = all_longer.numpy()
-            if capacity < FIELDS * LIMIT_REQUESTS:
-                self._allocate(min(2 * longest_count // FIELDS, LIMIT_REQUESTS))
-        else:
-            rows = of_all[:, HEADER:]
-        return [row[:count].tolist() for row, count in zip(rows, counts)], joined_ns, bool(of_all[:, 2].any())
+        if longest_count > capacity:  # a rank's fields were cut off: exchange them again, in longer tensors
+            self._allocate(longest_count // FIELDS)
+            exchanged = self._exchange(fields, since_ns, late)
+            self._allocate(min(2 * longest_count // FIELDS, LIMIT_REQUESTS))
+            return exchanged
+        rows = [row[HEADER : HEADER + count].tolist() for row, count in zip(of_all, counts)]
+        return rows, joined_ns, bool(of_all[:, 2].any())
 
     def _create_standins(
         self, present: Sequence[int], local: dict[int, NamedCall], common: Sequence[int]
@@ -387,7 +353,7 @@ class Matcher:
         requests = {}
         for kind, name, properties in by_rank[present[0]]:
             digest = _name_digest(kind, name)
-            request = local.get(digest) or STANDINS.get(kind, Refused)(name, properties)
+            request = local.get(digest) or STANDINS.get(kind, NamedCall)(name, properties)
             if kind not in STANDINS:
                 request.error = HorovodInternalError(f"{kind} must not be called once a rank has joined; got {name!r}.")
             requests[digest] = request
@@ -409,17 +375,17 @@ class Matcher:
 
     def _run_calls(self, requests: Sequence[NamedCall]) -> None:
         """Collective. Run calls in this order, fused where possible; an error ends only its own requests."""
-        for key, group in _grouped_by_fusion(requests):
+        groups: dict[Any, list[NamedCall]] = {}
+        for request in requests:
+            groups.setdefault(request.fusion_key or id(request), []).append(request)
+        for group in groups.values():
             first = group[0]
-            if self.watcher is not None:
+            if self.timeline is not None:
                 for each in group:
-                    self.watcher.started(each)
+                    self.timeline.started(each)
             try:
                 if first.error is None:
-                    if key is None:
-                        first.run(self.calls)
-                    else:
-                        first.run_fused(self.calls, group, self._buffer)
+                    first.run_fused(self.calls, group, self._buffer)
             except CommunicationError:
                 raise
             except (RuntimeError, ValueError) as error:
@@ -434,21 +400,9 @@ class Matcher:
             for request in requests:
                 self._pending.pop((request.kind, request.name), None)
         for request in requests:
-            if self.watcher is not None:
-                self.watcher.ended(request)
+            if self.timeline is not None:
+                self.timeline.ended(request)
             request.done = True
-
-
-def _grouped_by_fusion(requests: Sequence[NamedCall]) -> Iterator[tuple[Any, list[NamedCall]]]:
-    """Yield (fusion key, requests with this key), and (None, [request]) for each request without a key."""
-    groups: dict[Any, list[NamedCall]] = {}
-    for request in requests:
-        key = request.fusion_key
-        if key is None:
-            yield None, [request]
-        else:
-            groups.setdefault(key, []).append(request)
-    yield from groups.items()
 
 
 @lru_cache(maxsize=KNOWN, typed=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from hpcdist.hvd.named_calls import (
 from hpcdist.hvd.named_calls import Max as Max
 from hpcdist.hvd.named_calls import Min as Min
 from hpcdist.hvd.named_calls import Product as Product
-from hpcdist.hvd.state import ProcessSet, global_process_set, matcher_of
+from hpcdist.hvd.state import ProcessSet, global_process_set, matcher_of, rank
 
 # --- handles ----------------------------------------------------------------------------------------------------------
 _handles: dict[int, tuple[Any, NamedCall, Callable[[Any], Any]]] = {}
@@ -71,6 +72,19 @@ def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [each.detach() if each.requires_grad else each for each in tensors]
 
 
+class _Differentiable(torch.autograd.Function):
+    """A call on tensors, and the call that computes their gradients from those of the results."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, gradients_call: Any, *tensors: Any) -> Any:
+        ctx.gradients_call = gradients_call
+        return tuple(call(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, *ctx.gradients_call(gradients)
+
+
 # --- all-reduce -------------------------------------------------------------------------------------------------------
 def _operation(average: bool | None, op: str | None) -> str:
     """Return the operation that `op`, or Horovod's older argument `average`, selects; by default Average."""
@@ -83,12 +97,12 @@ def _operation(average: bool | None, op: str | None) -> str:
 
 
 def _allreduce(
-    tensors: Sequence[Tensor], outs: Sequence[Tensor], name: str | None, op: str, prescale: float, postscale: float,
-    process_set: ProcessSet, finish: Callable[[Any], Any],
+    tensors: Sequence[Tensor], average: bool | None, name: str | None, op: str | None, prescale: float,
+    postscale: float, process_set: ProcessSet, finish: Callable[[Any], Any], in_place: bool = False,
 ) -> int:  # fmt: skip
-    inputs = _detached(tensors)
-    outputs = inputs if outs is tensors else _detached(outs)
-    return _start(finish, process_set, name, Allreduce, inputs, outputs, op, prescale, postscale)
+    op, inputs = _operation(average, op), _detached(tensors)
+    outs = inputs if in_place else [torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs]
+    return _start(finish, process_set, name, Allreduce, inputs, outs, op, prescale, postscale)
 
 
 def allreduce_async(
@@ -96,9 +110,7 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start an allreduce of a tensor, which stays unchanged; return a handle."""
-    op = _operation(average, op)
-    out = torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)
-    return _allreduce([tensor], [out], name, op, prescale_factor, postscale_factor, process_set, _first)
+    return _allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set, _first)
 
 
 def allreduce_async_(
@@ -106,9 +118,8 @@ def allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start an allreduce of a tensor, in place; return a handle."""
-    op = _operation(average, op)
-    tensors = [tensor]
-    return _allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, lambda _: tensor)
+    scales = prescale_factor, postscale_factor
+    return _allreduce([tensor], average, name, op, *scales, process_set, lambda _: tensor, in_place=True)
 
 
 def grouped_allreduce_async(
@@ -116,9 +127,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start one allreduce of several tensors; return a handle."""
-    op = _operation(average, op)
-    outs = [torch.empty_like(each.detach(), memory_format=torch.contiguous_format) for each in tensors]
-    return _allreduce(tensors, outs, name, op, prescale_factor, postscale_factor, process_set, list)
+    return _allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, list)
 
 
 def grouped_allreduce_async_(
@@ -126,9 +135,8 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start one allreduce of several tensors, in place; return a handle."""
-    op = _operation(average, op)
-    tensors = list(tensors)
-    return _allreduce(tensors, tensors, name, op, prescale_factor, postscale_factor, process_set, lambda _: tensors)
+    tensors, scales = list(tensors), (prescale_factor, postscale_factor)
+    return _allreduce(tensors, average, name, op, *scales, process_set, lambda _: tensors, in_place=True)
 
 
 def compressed_allreduce_async_(
@@ -136,19 +144,6 @@ def compressed_allreduce_async_(
 ) -> int:
     """Start to sum or average several tensors in place, compressed jointly; return a handle."""
     return _start(lambda _: tensors, process_set, name, CompressedAllreduce, _detached(tensors), op, compression)
-
-
-class _AllreduceFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, op: Any, name: Any, prescale: Any, postscale: Any, process_set: Any, *tensors: Any) -> Any:
-        ctx.options = op, prescale, postscale, process_set
-        return tuple(synchronize(grouped_allreduce_async(tensors, None, name, op, prescale, postscale, process_set)))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        op, prescale, postscale, process_set = ctx.options
-        handle = grouped_allreduce_async(gradients, None, None, op, prescale, postscale, process_set)
-        return None, None, None, None, None, *synchronize(handle)
 
 
 def allreduce(
@@ -178,9 +173,13 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:  # fmt: skip
     """Collective. Reduce several tensors by one allreduce; differentiable."""
-    op = _operation(average, op)
+
+    def reduce(tensors: Sequence[Tensor], name: str | None = None) -> list[Tensor]:
+        scales = prescale_factor, postscale_factor
+        return synchronize(grouped_allreduce_async(tensors, average, name, op, *scales, process_set))
+
     compressed, contexts = zip(*map(compression.compress, tensors))
-    results = _AllreduceFunction.apply(op, name, prescale_factor, postscale_factor, process_set, *compressed)
+    results = _Differentiable.apply(partial(reduce, name=name), reduce, *compressed)
     return [compression.decompress(each, context) for each, context in zip(results, contexts)]
 
 
@@ -233,22 +232,6 @@ def grouped_allgather_async(
     return _gather(tensors, name, process_set, lambda result: [each for each, _ in result])
 
 
-class _AllgatherFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: Any, process_set: Any, *tensors: Any) -> Any:
-        results = synchronize(_gather(tensors, name, process_set, list))
-        ctx.lengths, ctx.process_set = [lengths for _, lengths in results], process_set
-        return tuple(each for each, _ in results)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        handle = grouped_allreduce_async(gradients, op=Average, process_set=ctx.process_set)  # as Horovod: no sum
-        index, parts = ctx.process_set.rank(), []
-        for mean, lengths in zip(synchronize(handle), ctx.lengths):
-            parts.append(mean.split(lengths)[index])
-        return None, None, *parts
-
-
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Collective. Concatenate all ranks' tensors along the first dimension; differentiable.
 
@@ -259,14 +242,26 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
         tensor([0])
         >>> hvd.shutdown()
     """
-    return _AllgatherFunction.apply(name, process_set, tensor)[0]
+    return grouped_allgather([tensor], name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """Collective. Gather several tensors of all ranks; differentiable."""
-    return list(_AllgatherFunction.apply(name, process_set, *tensors))
+    lengths_of: list[list[int]] = []  # by tensor: of each rank
+
+    def gather(tensors: Sequence[Tensor]) -> list[Tensor]:
+        results = synchronize(_gather(tensors, name, process_set, list))
+        lengths_of.extend(lengths for _, lengths in results)
+        return [gathered for gathered, _ in results]
+
+    def gradients_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+        # The mean, as Horovod's.
+        means = synchronize(grouped_allreduce_async(gradients, op=Average, process_set=process_set))
+        return [mean.split(lengths)[process_set.rank()] for mean, lengths in zip(means, lengths_of)]
+
+    return list(_Differentiable.apply(gather, gradients_of, *tensors))
 
 
 def _broadcast(
@@ -294,25 +289,19 @@ def broadcast_async_(
     return _broadcast(tensor, tensor, root_rank, name, process_set, lambda _: tensor)
 
 
-class _BroadcastFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, root_rank: Any, name: Any, process_set: Any) -> Any:
-        ctx.options = root_rank, process_set
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        root_rank, process_set = ctx.options
-        mean = synchronize(allreduce_async(gradients[0], op=Average, process_set=process_set))
-        here = process_set.ranks[process_set.rank()] == root_rank
-        return mean if here else mean * 0, None, None, None
-
-
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Collective. Return root_rank's tensor; differentiable."""
-    return _BroadcastFunction.apply(tensor, root_rank, name, process_set)
+
+    def gradients_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+        means = synchronize(grouped_allreduce_async(gradients, op=Average, process_set=process_set))
+        return means if rank() == root_rank else [means[0] * 0]
+
+    def send(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [synchronize(broadcast_async(tensors[0], root_rank, name, process_set))]
+
+    return _Differentiable.apply(send, gradients_of, tensor)[0]
 
 
 def broadcast_(
@@ -326,35 +315,22 @@ def alltoall_async(
     tensor: Tensor, splits: Tensor | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start to send `splits[r]` rows (by default equal numbers) of a tensor to each rank r; return a handle."""
+    return _alltoall(tensor, splits, name, process_set, _first if splits is None else tuple)
+
+
+def _alltoall(
+    tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet, finish: Callable[[Any], Any]
+) -> int:
     ranks, rows = process_set.size(), tensor.shape[0]
-    if splits is None:
-        if rows % ranks:
-            raise ValueError(f"rows must be divisible by the number of ranks, {ranks}; got {rows}. Give splits.")
-        return _start(_first, process_set, name, Alltoall, tensor.detach(), [rows // ranks] * ranks)
-    counts = torch.as_tensor(splits)
+    if splits is None and rows % ranks:
+        raise ValueError(f"rows must be divisible by the number of ranks, {ranks}; got {rows}. Give splits.")
+    counts = torch.full((ranks,), rows // ranks) if splits is None else torch.as_tensor(splits)
     if counts.is_floating_point() or counts.dtype == torch.bool or counts.dim() != 1 or len(counts) != ranks:
         raise ValueError(f"splits must be an integer for each of {ranks} ranks; got {splits}.")
     if int(counts.sum()) > rows or int(counts.min()) < 0:
         raise ValueError(f"splits must add up to at most the tensor's {rows} rows; got {counts.tolist()}.")
     sent = tensor.detach()[: int(counts.sum())]
-    return _start(tuple, process_set, name, Alltoall, sent, counts.tolist())
-
-
-class _AlltoallFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, splits: Any, name: Any, process_set: Any) -> Any:
-        sent = torch.full((process_set.size(),), tensor.shape[0] // process_set.size()) if splits is None else splits
-        if splits is None and tensor.shape[0] % process_set.size():
-            alltoall_async(tensor, None, name, process_set)  # raises the ValueError about the number of rows
-        out, received = synchronize(alltoall_async(tensor, sent, name, process_set))
-        ctx.received, ctx.process_set = received, process_set
-        ctx.mark_non_differentiable(received)
-        return out, received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        gradient, _ = synchronize(alltoall_async(gradients[0], ctx.received, process_set=ctx.process_set))
-        return gradient, None, None, None
+    return _start(finish, process_set, name, Alltoall, sent, counts.tolist())
 
 
 def alltoall(
@@ -365,8 +341,18 @@ def alltoall(
     Returns:
         The received rows; with splits, also the number of rows from each rank.
     """
-    out, received = _AlltoallFunction.apply(tensor, splits, name, process_set)
-    return out if splits is None else (out, received)
+    n_received: list[Tensor] = []
+
+    def exchange(tensors: Sequence[Tensor]) -> list[Tensor]:
+        rows, counts = synchronize(_alltoall(tensors[0], splits, name, process_set, tuple))
+        n_received.append(counts)
+        return [rows]
+
+    def gradients_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+        return [synchronize(alltoall_async(gradients[0], n_received[0], process_set=process_set))[0]]
+
+    (out,) = _Differentiable.apply(exchange, gradients_of, tensor)
+    return out if splits is None else (out, n_received[0])
 
 
 def _reducescatter(
@@ -396,21 +382,6 @@ def grouped_reducescatter_async(
     return _reducescatter(tensors, name, op, prescale_factor, postscale_factor, process_set, list)
 
 
-class _ReducescatterFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, op: Any, name: Any, process_set: Any, prescale: Any, postscale: Any, *tensors: Any) -> Any:
-        ctx.options = op, process_set, prescale, postscale
-        handle = grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale)
-        return tuple(synchronize(handle))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        op, process_set, prescale, postscale = ctx.options
-        scale = prescale * postscale * (1 if op == Average else process_set.size())
-        gathered = synchronize(grouped_allgather_async(gradients, process_set=process_set))
-        return None, None, None, None, None, *(scaled(each, scale) for each in gathered)
-
-
 def reducescatter(
     tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: str = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -425,8 +396,18 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> list[Tensor]:  # fmt: skip
     """Collective. Reduce several tensors, and return this rank's rows of each; differentiable."""
+
+    def scatter(tensors: Sequence[Tensor]) -> list[Tensor]:
+        scales = prescale_factor, postscale_factor
+        return synchronize(grouped_reducescatter_async(tensors, name, op, process_set, *scales))
+
+    def gradients_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+        scale = prescale_factor * postscale_factor * (1 if op == Average else process_set.size())
+        gathered = synchronize(grouped_allgather_async(gradients, process_set=process_set))
+        return [scaled(each, scale) for each in gathered]
+
     compressed, contexts = zip(*map(compression.compress, tensors))
-    results = _ReducescatterFunction.apply(op, name, process_set, prescale_factor, postscale_factor, *compressed)
+    results = _Differentiable.apply(scatter, gradients_of, *compressed)
     return [compression.decompress(each, context) for each, context in zip(results, contexts)]
 
 

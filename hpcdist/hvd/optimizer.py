@@ -36,18 +36,25 @@ class _AllreducesGradients:
         """Set the options of `DistributedOptimizer`, and register the hooks on gradients."""
         self._parameter_names, self._compression, self.backward_passes_per_step = names, compression, passes
         self._op, self._predivide, self._sparse_as_dense = op, predivide, sparse_as_dense
-        self._process_set = process_set
-        self._waits: dict[Tensor, Wait | None] = {}  # of gradients in flight; None: waits for others of its group
+        self._process_set, self._should_synchronize = process_set, True
+        self._group_of: dict[Tensor, tuple[Tensor, ...]] = {param: (param,) for param in names}
+        for group in groups:
+            self._group_of |= dict.fromkeys(group, tuple(group))
         self._remaining: dict[Tensor, int] = {}  # backward passes until a gradient's allreduce
-        self._group_of = {param: tuple(group) for group in groups for param in group}
-        self._synchronized, self._should_synchronize = False, True
-        for group in self.param_groups:  # type: ignore[attr-defined]
-            for param in group["params"]:
+        for options in self.param_groups:  # type: ignore[attr-defined]
+            for param in options["params"]:
                 if param.requires_grad and process_set.included():  # other ranks take local steps
                     self._remaining[param] = passes
                     if param.grad is None:
                         param.grad = torch.zeros_like(param)  # scripts written for Horovod expect one
                     param.register_post_accumulate_grad_hook(self._arrived)
+        self._reset(synchronized=False)
+
+    def _reset(self, synchronized: bool) -> None:
+        self._started: dict[Tensor, bool] = {}  # by gradients that have arrived: whether their allreduce has started
+        self._waits: list[Wait] = []  # for the allreduces in flight
+        self._remaining = dict.fromkeys(self._remaining, self.backward_passes_per_step)
+        self._synchronized = synchronized
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         self.backward_passes_per_step = passes
@@ -55,7 +62,7 @@ class _AllreducesGradients:
 
     def _arrived(self, param: Tensor) -> None:
         """Hook of a gradient: start its allreduce in the last of `backward_passes_per_step` passes."""
-        if param in self._waits and (self._waits[param] is not None or self._remaining[param] <= 0):
+        if param in self._started:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
@@ -65,49 +72,26 @@ class _AllreducesGradients:
             self._start(param)
 
     def _start(self, param: Tensor) -> None:
-        """Start the allreduce of a gradient, or of its group if all of the group's gradients have arrived."""
-        group = self._group_of.get(param)
-        if group is None:
-            self._waits[param] = self._combine(param)
-            return
-        self._waits[param] = None
-        members = [each for each in group if each.requires_grad]
-        if all(each in self._waits for each in members):
-            for each, wait in zip(members, self._combine_group(members)):
-                self._waits[each] = wait
-
-    def _scales(self) -> tuple[str, float, float]:
-        """Return the operation, prescale and postscale of an allreduce; a predivided mean is a scaled sum."""
-        if self._op == Average and self._predivide != 1.0:
-            return Sum, 1.0 / self._predivide, self._predivide / self._process_set.size()
-        return self._op, 1.0, 1.0
+        """Start the allreduce of a gradient's group, or of it alone, if all of the group's gradients have arrived."""
+        self._started[param] = False
+        members = [each for each in self._group_of[param] if each.requires_grad]
+        if all(each in self._started for each in members):
+            self._combine(members)
 
     def _gradient(self, param: Tensor) -> Tensor:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         return param.grad.to_dense() if param.grad.is_sparse and self._sparse_as_dense else param.grad
 
-    def _combine(self, param: Tensor) -> Wait:
-        """Start the allreduce of a gradient; return a function that waits for it and stores the result."""
-        gradient, (op, prescale, postscale) = self._gradient(param), self._scales()
-        name = f"allreduce.{self._parameter_names[param]}"
-        if gradient.is_sparse:
-            wait = sparse_allreduce_async(gradient, name, op, self._process_set)
-
-            def put() -> None:
-                param.grad = wait()
-
-            return put
-        compressed, context = self._compression.compress(gradient)
-        handle = allreduce_async_(compressed, None, name, op, prescale, postscale, self._process_set)
-        return lambda: self._put(param, gradient, synchronize(handle), context)
-
-    def _combine_group(self, params: Sequence[Tensor]) -> list[Wait]:
-        """Start one allreduce for several gradients; return a waiting function for each."""
-        op, prescale, postscale = self._scales()
+    def _combine(self, params: Sequence[Tensor]) -> None:
+        """Start one allreduce of the gradients of `params`."""
+        op, prescale, postscale = self._op, 1.0, 1.0
+        if op == Average and self._predivide != 1.0:  # a predivided mean is a scaled sum
+            op, prescale, postscale = Sum, 1.0 / self._predivide, self._predivide / self._process_set.size()
         gradients = [self._gradient(param) for param in params]
-        name = f"allreduce.group.{self._parameter_names[params[0]]}"
+        name = f"allreduce.{self._parameter_names[params[0]]}"
         contexts: Sequence[Any] = [None] * len(params)
+        self._started |= dict.fromkeys(params, True)
         if isinstance(self._compression, Compressed):
             if any(gradient.is_sparse for gradient in gradients):
                 raise ValueError(
@@ -115,40 +99,35 @@ class _AllreducesGradients:
                     "sparse_as_dense=True."
                 )
             handle = compressed_allreduce_async_(gradients, name, op, self._compression, self._process_set)
+        elif gradients[0].is_sparse:
+            wait = sparse_allreduce_async(gradients[0], name, op, self._process_set)
+            self._waits.append(lambda: setattr(params[0], "grad", wait()))
+            return
         else:
             compressed, contexts = zip(*map(self._compression.compress, gradients))
             handle = grouped_allreduce_async_(compressed, None, name, op, prescale, postscale, self._process_set)
 
         def put_all() -> None:
             for param, gradient, result, context in zip(params, gradients, synchronize(handle), contexts):
-                self._put(param, gradient, result, context)
+                combined = self._compression.decompress(result, context)
+                if combined.data_ptr() != gradient.data_ptr():
+                    gradient.copy_(combined)
+                if param.grad is not None and param.grad.is_sparse:
+                    param.grad = gradient.to_sparse(param.grad.sparse_dim())
 
-        return [put_all, *[_nothing] * (len(params) - 1)]
-
-    def _put(self, param: Tensor, gradient: Tensor, result: Tensor, context: Any) -> None:
-        """Store an allreduce's result, decompressed, in `gradient`, and in `param.grad` if that is sparse."""
-        combined = self._compression.decompress(result, context)
-        if combined.data_ptr() != gradient.data_ptr():
-            gradient.copy_(combined)
-        if param.grad is not None and param.grad.is_sparse:
-            param.grad = gradient.to_sparse(param.grad.sparse_dim())
+        self._waits.append(put_all)
 
     def synchronize(self) -> None:
         """Collective. Wait for all gradients; first start the allreduce of those that no backward pass has computed."""
         for param in self._remaining:
-            if param.requires_grad and param not in self._waits:
+            if param.requires_grad and param not in self._started:
                 self._start(param)
         # Groups that were not started, because some of their gradients were never computed.
-        for group in {self._group_of[param] for param, wait in self._waits.items() if wait is None}:
-            members = [each for each in group if each in self._waits]
-            for each, started in zip(members, self._combine_group(members)):
-                self._waits[each] = started
-        for wait in self._waits.values():
-            if wait is not None:
-                wait()
-        self._waits.clear()
-        self._remaining = dict.fromkeys(self._remaining, self.backward_passes_per_step)
-        self._synchronized = True
+        for group in dict.fromkeys(self._group_of[param] for param, started in self._started.items() if not started):
+            self._combine([each for each in group if each in self._started])
+        for wait in self._waits:
+            wait()
+        self._reset(synchronized=True)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -175,13 +154,12 @@ class _AllreducesGradients:
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state, and drop gradients in flight."""
-        self._waits.clear()
-        self._remaining = dict.fromkeys(self._remaining, self.backward_passes_per_step)
-        self._synchronized, self._should_synchronize = False, True
+        self._reset(synchronized=False)
+        self._should_synchronize = True
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def zero_grad(self, *args: Any, **options: Any) -> Any:
-        if self._waits:
+        if self._started:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
@@ -317,7 +295,3 @@ def _groups(groups: int | Sequence[Sequence[Tensor]], params: Sequence[Tensor]) 
     trained = [param for param in params if param.requires_grad]
     size = -(-len(trained) // groups) if groups else 0
     return [trained[start : start + size] for start in range(0, len(trained), size)] if groups else []
-
-
-def _nothing() -> None:
-    pass

@@ -81,7 +81,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     everyone = world.init(torch_distributed=False, run=False)
     everyone.failures.shrink()
     if everyone.failures.lost:
-        _state.comm = _survivors(everyone, comm)
+        if comm is not None:
+            raise ConfigError(f"comm must be omitted once a rank has failed; got {comm!r}. All survivors take part.")
+        _state.comm = cast("MpiCommunicator", everyone).of_survivors()
     elif comm is None:
         _state.comm = everyone.split(0)
     else:
@@ -100,13 +102,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         start_timeline(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES") == "1")
     for each in process_sets or () if process_sets != "dynamic" else ():
         add_process_set(each)
-
-
-def _survivors(everyone: Communicator, requested: Any) -> Communicator:
-    """Collective among the surviving ranks. Return their communicator."""
-    if requested is not None:
-        raise ConfigError(f"comm must be omitted once a rank has failed; got {requested!r}. All survivors take part.")
-    return cast("MpiCommunicator", everyone).of_survivors()
 
 
 def is_initialized() -> bool:
@@ -190,15 +185,15 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     matcher = matcher_of(global_process_set)
     stop_timeline()
     if rank() == 0:
-        matcher.watcher = CallTimeline(Path(file_path), mark_cycles)
+        matcher.timeline = CallTimeline(Path(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:
     """Close the timeline's file, if there is one."""
     matcher = matcher_of(global_process_set)
-    watcher, matcher.watcher = matcher.watcher, None
-    if isinstance(watcher, CallTimeline):
-        watcher.close()
+    timeline, matcher.timeline = matcher.timeline, None
+    if timeline is not None:
+        timeline.close()
 
 
 # --- queries ----------------------------------------------------------------------------------------------------------

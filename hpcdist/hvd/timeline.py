@@ -6,14 +6,16 @@ import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpcdist.hvd.matching import NamedCall, Watcher
 from hpcdist.records.files import append, writing
 from hpcdist.records.timeline import CHUNK
 
+if TYPE_CHECKING:
+    from hpcdist.hvd.matching import NamedCall
 
-class CallTimeline(Watcher):
+
+class CallTimeline:
     """Writes the events of a matcher to a file, a chunk of lines at a time.
 
     Args:

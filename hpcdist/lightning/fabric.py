@@ -76,11 +76,6 @@ class HpcdistFabricStrategy(CollectivesMixin, ParallelStrategy):
         with consensus_of([each for each in current().optimizers if each.strategy.model.module is module]):
             return clone_tensors(module.state_dict())
 
-    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of this rank's optimiser."""
-        held = any(optimizer is each for each in current().optimizers)
-        return optimizer.attachment.local_state_dict() if held else optimizer.state_dict()
-
 
 class _Loader:
     """A loader that is sharded once for training, and once for evaluations."""

@@ -140,9 +140,12 @@ class CollectivesMixin:
         shape = max(states, key=Tensor.dim).shape
         return [each.expand(shape) if each.dim() == 0 else each for each in states]
 
-    @staticmethod
-    def _metrics(model: nn.Module) -> list[Metric]:
-        return [module for module in model.modules() if isinstance(module, Metric)]
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of this rank's optimiser."""
+        plain = getattr(optimizer, "optimizer", optimizer)  # of Lightning's wrapper
+        return plain.attachment.local_state_dict() if hasattr(plain, "attachment") else plain.state_dict()
+
+    get_optimizer_state = optimizer_state  # Fabric's name
 
     @staticmethod
     def _require_shares(loader: object) -> None:

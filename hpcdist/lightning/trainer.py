@@ -149,7 +149,8 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             )
         if self.running and self.running[0].weight == 0:
             self._module().trainer._results.batch_size = 0  # type: ignore[union-attr]
-            self._counted = [(metric, _states(metric)) for metric in self._metrics(self._module())]
+            metrics = [module for module in self._module().modules() if isinstance(module, Metric)]
+            self._counted = [(metric, _states(metric)) for metric in metrics]
 
     def end_batch(self) -> None:
         """Restore the metrics' states of before a padding batch."""
@@ -243,12 +244,6 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             state = self._module().state_dict()
             return clone_tensors(state) if self.is_global_zero else {}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of this rank's optimiser; other ranks' states are saved in the folder next to the file."""
-        plain = getattr(optimizer, "optimizer", optimizer)
-        held = any(plain is each for each in current().optimizers)
-        return plain.attachment.local_state_dict() if held else plain.state_dict()
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Collective. Write a checkpoint on rank 0, and next to it a folder of each rank's local state."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -275,7 +270,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
 
     def _trained(self) -> dict[str, Any]:
         """Return the optimisers that are distributed, by their names in a checkpoint."""
-        held = [each for each in self.optimizers if any(each is other for other in current().optimizers)]
+        held = [each for each in self.optimizers if hasattr(each, "attachment")]
         return {f"optimizer_{number}": each for number, each in enumerate(held)}
 
     # --- the end ------------------------------------------------------------------------------------------------------

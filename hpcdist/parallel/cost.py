@@ -25,25 +25,15 @@ Run = Callable[[Values], Values]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A layer's cost for one micro-batch.
+    """A layer's cost for one micro-batch. The passes of the last layer include the loss."""
 
-    Args:
-        name: number and class of the layer.
-        forward_s, backward_s: seconds of the passes; the last layer includes the loss.
-        inputs_s: the part of `backward_s` for gradients of the inputs; the rest is for gradients of the weights.
-        parameter_bytes: bytes of the parameters.
-        activation_bytes: bytes of the tensors kept for the backward pass, without inputs and parameters; with outputs
-            if this layer or a later one needs them.
-        boundary_bytes: bytes of the values between this layer and the next one; 0 after the last layer.
-    """
-
-    name: str
+    name: str  # number and class of the layer
     forward_s: float
     backward_s: float
-    inputs_s: float
+    inputs_s: float  # of `backward_s`: for gradients of the inputs; the rest is for gradients of the weights
     parameter_bytes: int
-    activation_bytes: int
-    boundary_bytes: int
+    activation_bytes: int  # kept for the backward pass, outputs that a layer needs included; not inputs and parameters
+    boundary_bytes: int  # of the values between this layer and the next one; 0 after the last layer
 
 
 def measure(
@@ -76,15 +66,14 @@ def measure(
         probe = _Probe(_to(whole.values(x), device), repeats, device)
         for number, layer in enumerate(layers):
             probe.measure(f"{number} {type(layer.layer(0)).__name__}", layer.run, layer)
-        if loss is None:
-            *others, last = probe.costs
-            return [*others, replace(last, boundary_bytes=0)]
-        y = _to(y, device)
-        targets = (leaf for leaf in pytree.tree_leaves(y) if isinstance(leaf, Tensor))
-        probe.measure("loss", lambda values: (loss(unwrapped(values), y),), known=targets)
-    *others, last, of_loss = probe.costs
-    sums = ("forward_s", "backward_s", "inputs_s", "activation_bytes")
-    return [*others, replace(last, boundary_bytes=0, **{k: getattr(last, k) + getattr(of_loss, k) for k in sums})]
+        if loss is not None:
+            y = _to(y, device)
+            targets = (leaf for leaf in pytree.tree_leaves(y) if isinstance(leaf, Tensor))
+            probe.measure("loss", lambda values: (loss(unwrapped(values), y),), known=targets)
+            of_loss, last = probe.costs.pop(), probe.costs[-1]
+            sums = ("forward_s", "backward_s", "inputs_s", "activation_bytes")
+            probe.costs[-1] = replace(last, **{key: getattr(last, key) + getattr(of_loss, key) for key in sums})
+    return [*probe.costs[:-1], replace(probe.costs[-1], boundary_bytes=0)]
 
 
 def _layers(model: Any, device: torch.device, held_bytes: int) -> tuple[Chain, Iterator[Chain]]:

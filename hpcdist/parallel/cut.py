@@ -90,19 +90,14 @@ def balance(
         ConfigError: there are more stages than layers, or than needed layers; or no cut keeps the limit.
     """
     layers = len(costs)
-    if not 1 <= stages <= layers:
+    needed = [True] * layers if needed is None else needed
+    if not 1 <= stages <= sum(needed):
         raise ConfigError(
-            f"stages must be 1 to the model's number of layers, {layers}; got {stages}. Take fewer stages or chunks, "
-            "or cut the model into more layers."
+            f"stages must be 1 to the model's number of layers{'' if all(needed) else ' with parameters'}, "
+            f"{sum(needed)}; got {stages}. Take fewer stages or chunks, or cut the model into more layers."
         )
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         raise ConfigError(f"costs of layers must be finite and at least 0; got {list(costs)}. Measure them again.")
-    needed = [True] * layers if needed is None else needed
-    if sum(needed) < stages:
-        raise ConfigError(
-            f"stages must be at most as many as the model's layers with parameters, {sum(needed)}; got {stages}. Take "
-            "fewer stages, or cut the model into more layers."
-        )
     # Functions of a part: (stage, first layer, last layer + 1).
     time, n_needed = _sum(costs), _sum(needed)
     if callable(memory):

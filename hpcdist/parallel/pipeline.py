@@ -85,8 +85,6 @@ class Pipeline(PartOfModel):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        if micro_batches < 1:
-            raise ConfigError(f"micro_batches must be at least 1; got {micro_batches}.")
         if routing not in ROUTINGS:
             raise UnknownNameError("routing", routing, ROUTINGS)
         self.grid, self.optimizers = grid, []

@@ -14,7 +14,7 @@ from hpcdist.parallel import schedules
 from hpcdist.parallel.cost import LayerCost
 from hpcdist.parallel.cut import Cut, balance, by_hand
 from hpcdist.parallel.schedules import Operation, Table, Timing
-from hpcdist.parallel.schedules.base import peak, recomputed_peak
+from hpcdist.parallel.schedules.base import peak
 
 EQUAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # seconds of operations in equal stages
 _SUMMED = ("forward_s", "backward_s", "inputs_s", "parameter_bytes", "activation_bytes")
@@ -22,48 +22,31 @@ _SUMMED = ("forward_s", "backward_s", "inputs_s", "parameter_bytes", "activation
 
 @dataclass(frozen=True)
 class StageCost:
-    """A stage's cost for one micro-batch.
-
-    Args:
-        stage, rank: number of the stage, and its rank.
-        layers: numbers of the stage's layers.
-        forward_s, backward_s, inputs_s, parameter_bytes, activation_bytes: sums of a LayerCost's.
-        received_bytes, sent_bytes: bytes at the boundaries before and after the stage.
-    """
+    """A stage's cost for one micro-batch; see LayerCost."""
 
     stage: int
     rank: int
-    layers: range
+    layers: range  # their numbers
     forward_s: float
     backward_s: float
     inputs_s: float
     parameter_bytes: int
     activation_bytes: int
-    received_bytes: int
-    sent_bytes: int
+    received_bytes: int  # at the boundary before the stage
+    sent_bytes: int  # at the boundary after it
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A predicted pipeline.
+    """A predicted pipeline."""
 
-    Args:
-        schedule: its name.
-        table: the operations of each rank.
-        cut: the layers of each stage.
-        stages: the cost of each.
-        timing: of the table with these costs.
-        equal_bubble: the idle share with equal stages, whose backward passes take twice as long as forward passes.
-        memory_bytes: of each rank, for parameters, gradients, the optimiser's state, and activations at their peak.
-    """
-
-    schedule: str
+    schedule: str  # its name
     table: Table
     cut: Cut
     stages: tuple[StageCost, ...]
-    timing: Timing
-    equal_bubble: float
-    memory_bytes: tuple[int, ...]
+    timing: Timing  # of the table with these costs
+    equal_bubble: float  # idle share with equal stages, whose backward passes take twice as long as forward passes
+    memory_bytes: tuple[int, ...]  # by rank: parameters, gradients, optimiser's state, activations at their peak
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything except the table, as values of JSON."""
@@ -97,7 +80,8 @@ def predict(
     Args:
         costs: of each layer, for one micro-batch.
         ranks: the number of ranks that jointly hold the model.
-        cut: None for the best cut. With one stage on each rank every rank has parameters in it.
+        cut: into ranks * chunks stages; None for the best one. With one stage on each rank every rank has parameters
+            in it.
         limit_bytes: the largest memory of a rank in the best cut.
         copies: the bytes of parameters, gradients and the optimiser's state for each byte of parameters.
         transfer_s: (bytes of a message) -> its seconds.
@@ -106,10 +90,6 @@ def predict(
         ConfigError: the schedule refuses the numbers, or no cut keeps the limit.
     """
     table = schedules.create(schedule, ranks, micro_batches, chunks)
-    if cut is not None and cut.stages != ranks * chunks:
-        raise ConfigError(
-            f"cut must have {ranks * chunks} stages, {chunks} for each of {ranks} ranks; got {cut.stages}. Change it."
-        )
     if cut is None:
         memory = _memory(costs, table, chunks, copies, recompute)
         limit = None if limit_bytes is None else limit_bytes // chunks
@@ -177,7 +157,7 @@ def _kept_bytes(operations: Sequence[Operation], stages: Sequence[StageCost], re
     """Return the peak of a rank's activations, in bytes; with recomputation: of inputs and recomputed activations."""
     if not recompute:
         return peak(operations, lambda stage: stages[stage].received_bytes + stages[stage].activation_bytes)
-    recomputed = recomputed_peak(operations, lambda stage: stages[stage].activation_bytes)
+    recomputed = peak(operations, lambda stage: stages[stage].activation_bytes, recomputed=True)
     return peak(operations, lambda stage: stages[stage].received_bytes) + recomputed
 
 
@@ -191,7 +171,7 @@ def _memory(
     ranks = len(table)
     of_stages = [[op for op in table[stage % ranks] if op.stage == stage] for stage in range(ranks * chunks)]
     kept_inputs = [peak(operations) for operations in of_stages]
-    kept_activations = [recomputed_peak(operations) for operations in of_stages] if recompute else kept_inputs
+    kept_activations = [peak(operations, recomputed=recompute) for operations in of_stages]
 
     def of_stage(stage: int, layers: range) -> int:
         first, end = layers.start, layers.stop

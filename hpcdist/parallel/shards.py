@@ -8,7 +8,7 @@ with the ranks that hold the same part in other replicas. In DistributedDataPara
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,15 +62,17 @@ class Shards(PartOfModel):
         model = self._inside
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
-        indices = dict(_places(model))
+        parameters = dict(model.named_parameters())
         if self._ddp is None:
-            _check(indices, bool(self._sharded))
+            _check(parameters, bool(self._sharded))
         else:
             _check_ranks(self._ddp, grid)
-        self._meshes = list(dict.fromkeys(p.device_mesh for _, _, p in indices.values() if isinstance(p, DTensor)))
-        self._parts = {name: _OwnShard(*index, by_fsdp=bool(self._sharded)) for name, index in indices.items()}
-        for name, part in self._parts.items():
+        self._meshes = list(dict.fromkeys(p.device_mesh for p in parameters.values() if isinstance(p, DTensor)))
+        self._parts: dict[str, _OwnShard] = {}
+        for name, parameter in parameters.items():
             path, _, key = name.rpartition(".")
+            part = _OwnShard(model.get_submodule(path), key, parameter, by_fsdp=bool(self._sharded))
+            self._parts[name] = part
             self._home(path).register_parameter(key, part.own)
         for path, module in model.named_modules():
             if module._buffers:  # the same dictionary, for a module may replace its buffers
@@ -268,17 +270,10 @@ def _is_known(placement: Placement, later: Sequence[Placement], sizes: Sequence[
     return factor == math.prod(n for other, n in zip(later, sizes, strict=True) if getattr(other, "dim", None) == dim)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, nn.Parameter]]]:
-    """Yield for each parameter, once, its name and (module, attribute, parameter)."""
-    for name, parameter in model.named_parameters():
-        path, _, key = name.rpartition(".")
-        yield name, (model.get_submodule(path), key, parameter)
-
-
-def _check(indices: dict[str, tuple[nn.Module, str, nn.Parameter]], by_fsdp: bool) -> None:
+def _check(parameters: dict[str, nn.Parameter], by_fsdp: bool) -> None:
     """Raise ConfigError if the parameters are not DTensors, or not all in fully_shard."""
-    plain = [name for name, (_, _, parameter) in indices.items() if not isinstance(parameter, DTensor)]
-    if len(plain) == len(indices):
+    plain = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+    if len(plain) == len(parameters):
         raise ConfigError(
             "model must have parameters that ranks hold together, DTensors; got none. Call fully_shard(model) or "
             "parallelize_module before; or give the model itself to DistributedOptimizer."

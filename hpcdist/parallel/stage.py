@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hpcdist.errors import ConfigError
-from hpcdist.parallel.boundary import Values
+from hpcdist.parallel.boundary import Described, Values
 from hpcdist.parallel.layers import Chain
 
 
@@ -82,7 +82,9 @@ class Stage:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if self.number == 0:
                 raise
-            got = ", ".join(_described(leaf) for leaf in pytree.tree_leaves(values))
+            leaves = pytree.tree_leaves(values)
+            tensors = [isinstance(leaf, Tensor) and Described(leaf.dtype, tuple(leaf.shape), False) for leaf in leaves]
+            got = ", ".join(str(tensor or type(leaf).__name__) for tensor, leaf in zip(tensors, leaves))
             raise ConfigError(
                 f"{self} must be able to take what stage {self.number - 1} returns; got {got}, and "
                 f"{type(error).__name__}: {error}"
@@ -181,12 +183,6 @@ def _divides(outputs: list[Tensor], entered: list[Tensor], parameters: list[nn.P
         return False
     leaves = [gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
     return all(len(torchs.reverse_closure([leaf], on_the_way, above)[1]) <= 1 for leaf in leaves)
-
-
-def _described(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
-        return type(leaf).__name__
-    return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
 
 
 # --- recomputation ----------------------------------------------------------------------------------------------------

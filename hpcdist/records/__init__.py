@@ -9,6 +9,7 @@ from hpcdist.records.files import (
     read_bounded,
     read_checked,
     replace_durably,
+    replacing,
     stamp,
     sync,
     write_durably,

@@ -101,20 +101,27 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name for a new file, which replaces `path` at the end of the context, or is removed after an error."""
+    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        yield temporary
+        with writing(path):
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
 def replace_durably(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a crash leaves either the old file or the whole new one.
 
     Raises:
         OutputError: the system refuses to write; the old file is unchanged.
     """
-    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-    with writing(path):
-        try:
-            write_durably(temporary, [data])
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync(path.parent)
+    with writing(path), replacing(path) as temporary:
+        write_durably(temporary, [data])
 
 
 # --- files that others may have written -------------------------------------------------------------------------------

@@ -6,14 +6,13 @@ Reference: Google, "Trace event format", 2016; https://ui.perfetto.dev and chrom
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field
 
-from hpcdist.records.files import writing
+from hpcdist.records.files import replacing, writing
 from hpcdist.records.timeline import rank_path, span_us
 
 FILE_NAME = "timeline.json"
@@ -55,16 +54,14 @@ def merge_timelines(path: Path, ranks: Sequence[RankTimeline], **about: Any) -> 
     about["clocks"] = {
         rank.rank: {"ahead, s": [ahead for _, ahead in rank.clock], "error, s": rank.error_s} for rank in ranks
     }
-    temporary = path.with_name(f"{path.name}.tmp")
     with writing(path):
-        with open(temporary, "w") as file:
+        with replacing(path) as temporary, open(temporary, "w") as file:
             file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n')
             between = ""
             for event in (event for rank in ranks for event in _merged(path, rank, zero_s, links)):
                 file.write(between + json.dumps(event))
                 between = ",\n"
             file.write("\n]}\n")
-        os.replace(temporary, path)
         for rank in ranks:
             rank_path(path, rank.rank).unlink(missing_ok=True)
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import lru_cache, wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from itertools import chain, count
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from hpcdist.records.files import append, writing
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 Details = dict[str, Any]
 MOST = 200_000  # events of a rank
 MOST_OF_ALL = 1_000_000  # events of all ranks; viewers can still open so many
@@ -59,20 +57,15 @@ class Timeline:
         self._write("[\n" + _metadata(rank, 0, "process_name", name=f"rank {rank}"))
         self._row("main")
 
-    # --- noting ---------------------------------------------------------------------------------------------------
-    def span(self, name: str, category: str, details: Details | None = None) -> EventSpan:
-        """Return a context that becomes an event; it yields the details, which may be completed inside."""
-        return EventSpan(self, name, category, {} if details is None else details)
-
-    def noted(self, name: str, category: str, function: Function) -> Function:
-        """Wrap a function so that its calls become events."""
-
-        @wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            with self.span(name, category):
-                return function(*args, **options)
-
-        return call  # type: ignore[return-value]
+    # --- recording ------------------------------------------------------------------------------------------------
+    @contextmanager
+    def span(self, name: str, category: str, details: Details | None = None) -> Iterator[Details]:
+        """Record the context, or calls of a function that it decorates, as events; yield the details, to complete."""
+        details, start_s = {} if details is None else details, self.now()
+        try:
+            yield details
+        finally:
+            self.add(name, category, start_s, details)
 
     def add(self, name: str, category: str, start_s: float, details: Details) -> None:
         """Add an event of this thread that started at `start_s` and ends now."""
@@ -129,24 +122,6 @@ class Timeline:
             self._write("".join(self._line(*event) for event in self._last) + "\n]\n")
             self._last.clear()
             self._file.close()
-
-
-class EventSpan(AbstractContextManager[Details]):
-    """A context that becomes an event."""
-
-    __slots__ = ("_category", "_details", "_name", "_start_s", "_timeline")
-
-    def __init__(self, timeline: Timeline, name: str, category: str, details: Details):
-        self._timeline, self._name, self._category, self._details = timeline, name, category, details
-
-    def __enter__(self) -> Details:
-        self._start_s = self._timeline.now()
-        return self._details
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timeline.add(self._name, self._category, self._start_s, self._details)
 
 
 def unused(path: Path) -> Path:

@@ -7,21 +7,25 @@ the decision after the loop.
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launch import job_end
+from hpcdist.comm.launch import job_end, launch_command
 from hpcdist.errors import ConfigError
-from hpcdist.session.world import loop_ranks, set_leave_reason
+from hpcdist.session.world import last_step, loop_ranks, set_leave_reason
 
 # SIGTERM: sent by Slurm before SIGKILL (preemption, scancel, the time limit). SIGUSR1: `sbatch --signal=USR1@120`, and
 # forwarded by mpirun and srun to their ranks. SIGUSR2: used by some sites.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_log = logging.getLogger("hpcdist")
 GROWTH = 4  # the number of steps between exchanges grows at most by this factor
 
 
@@ -29,7 +33,8 @@ class Leaving:
     """Decide jointly on all ranks when to save and leave. Collective, as are `agree`, `step_done` and `due`.
 
     Inside `with Leaving(comm) as leaving:` signals are recorded, and have no other effect. About every `every_s`
-    seconds the workers exchange the signals that any of them received, in one small message.
+    seconds the workers exchange the signals that any of them received, in one small message. At the end of the block
+    one rank reports the step after which a loop has left, and the command that resumes it.
 
     Example:
         >>> with hd.Leaving(comm, ends_at="slurm", margin_s=60) as leaving:
@@ -67,6 +72,7 @@ class Leaving:
         self._heard: str | None = None
         self._announced: str | None = None
         self._stepped = False  # `step_done` has been called since `due`
+        self._left: str | None = None  # what `due` has decided, for the user
         self._before: dict[signal.Signals, Any] = {}
         self._remaining, self._since_s = self.steps, comm.now()
 
@@ -79,12 +85,15 @@ class Leaving:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if self._left is not None and self.comm.rank == self.comm.failures.alive[0]:
+            command = shlex.join([*launch_command(os.environ, self.comm.size), "python", *sys.orig_argv[1:]])
+            _log.info(f"{self._left}. Resume with:\n  {command}")
 
     def _record_signal(self, number: int, _frame: object) -> None:
-        """Record a signal: the handler of all SIGNALS."""
+        """Record a signal: the handler of all SIGNALS. After any of them, SIGINT ends this process."""
         first, self._heard = self._heard is None, signal.Signals(number).name
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # the next one ends this process
+        if signal.SIGINT in self._signals:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         if first:
             self.on_signal(self._heard)
 
@@ -111,14 +120,15 @@ class Leaving:
         the first steps of the next one, after the work at the epoch's end (a schedule's step, an evaluation); or
         immediately, if the loop does not call `step_done`.
         """
-        local = [self.reason, self._heard_signal(), self._stepped]
+        local = [self.reason, self._heard_signal(), self._stepped, last_step()]
         gathered = self.comm.failures.retry_on_failure(lambda: self.comm.gather(local))
-        reasons, signals, stepped = zip(*(gathered[rank] for rank in self.comm.failures.alive))
+        reasons, signals, stepped, steps = zip(*(gathered[rank] for rank in self.comm.failures.alive))
         self.reason, self._announced = next(filter(None, reasons), None), next(filter(None, signals), None)
         if not any(stepped):  # no exchanges in steps
             self.reason = self.reason or self._announced
         self._stepped = False
         set_leave_reason(self.reason)
+        self._left = self.reason and f"left after step {max(steps)} ({self.reason})"
         return self.reason
 
     def agree(self, steps: int, soon_s: float = 0.0) -> str | None:

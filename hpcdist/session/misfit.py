@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import linecache
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,30 @@ def named_misfits(
         if text is None:
             raise
         raise DataError(text) from error
+
+
+def require_labels(loss: Callable[[Tensor, Tensor], Any], outputs: Any, labels: Tensor | None, **of_data: Any) -> None:
+    """Raise DataError if the loss, computed on the CPU, refuses the least or the largest label of a data set.
+
+    On a GPU an index out of bounds ends in a device-side assert, which names no value.
+
+    Args:
+        outputs: the model's, of any batch.
+        labels: of the data set, one integer for each sample; None: unknown.
+        of_data: as for `named_misfits`.
+    """
+    if labels is None or not isinstance(outputs, Tensor) or outputs.dim() < 2:
+        return
+    limits = torch.stack(labels.aminmax())
+    if limits[0] < 0 or limits[1] >= outputs.shape[1]:  # the loss decides: it may ignore -100, or be a regression's
+        with named_misfits(**of_data, module=None, y=labels) as at, torch.no_grad():
+            at["outputs"] = outputs
+            try:
+                copy.deepcopy(loss)(torch.zeros(2, *outputs.shape[1:]), limits)
+            except IndexError:
+                raise
+            except Exception:  # of another kind, such as weights on the GPU: labels may be right
+                pass
 
 
 def misfit_hint(error: BaseException, modules: Iterable[nn.Module]) -> str:

@@ -103,7 +103,7 @@ class PlannedLoop:
             )
 
 
-def _arguments(argv: Sequence[str], folder: Path) -> dict[str, str]:
+def arguments_by_name(argv: Sequence[str], folder: Path) -> dict[str, str]:
     """Return a script's arguments by name or position, to distinguish runs in reports, without paths in `folder`."""
     result, name = {}, ""
     for position, argument in enumerate(argv, 1):
@@ -258,7 +258,7 @@ class LoopRun:
         comm.raise_on_all_ranks(lambda: self._require_same(settings["strategy"]["name"]) if comm.rank == 0 else None)
         self.strategy, self._workers = optimizer.strategy, workers
         self._seed = torch.initial_seed() % (1 << 53)  # JSON holds it exactly
-        settings = {**settings, "seed": self._seed, "arguments": _arguments(sys.argv[1:], self.folder)}
+        settings = {**settings, "seed": self._seed, "arguments": arguments_by_name(sys.argv[1:], self.folder)}
         self.strategy.records.write = self.write
         self._curves = Curves(self._log, settings, comm, workers, optimizer, self.folder, ())
         start = describe_start(comm, self.folder, self._script, settings, command=list(sys.argv))

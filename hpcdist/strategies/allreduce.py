@@ -12,16 +12,14 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
-from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import Trial
-from hpcdist.comm.communicator import Communicator, Traffic
+from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import JointCompression, Reduction, spans
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.synchronous.agreement import StepAgreement
 from hpcdist.strategies.synchronous.averaging import Averaging, ProviderConfig
 
@@ -65,8 +63,6 @@ class AllReduce(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of allreduce."""
-
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
         overlap: Literal["auto", "on", "off"] = Field(
             "auto", description="average buckets while the backward pass runs; auto measures both"
@@ -76,7 +72,7 @@ class AllReduce(Strategy):
         provider: ProviderConfig = Field(ProviderConfig(), description="the library that sums gradients")
 
         @model_validator(mode="after")
-        def _provider_alone(self) -> Self:
+        def _goes_together(self) -> Self:
             other = self.provider.name
             if self.provider and self.algorithm != "auto":
                 raise ValueError(
@@ -88,10 +84,6 @@ class AllReduce(Strategy):
                     f"strategy.compression must be none with strategy.provider = {other!r}, which sums gradients as "
                     f"they are; got {self.compression.name}. Leave it out; Horovod has strategy.provider.compression."
                 )
-            return self
-
-        @model_validator(mode="after")
-        def _no_overlap_of_compression(self) -> Self:
             if self.compression and self.overlap == "on":
                 raise ValueError(
                     "strategy.overlap must be off or auto with strategy.compression, which sees all gradients before "
@@ -126,19 +118,19 @@ class AllReduce(Strategy):
                 f"{config.provider.op}. Leave it out."
             )
         self.updates = self.state.value("updates", 0, self, reshard="first")
-        self._calls = Collectives(comm, Traffic())
-        self.records.count(self._calls.comm)
-        self._averaging = Averaging(self._calls, config.algorithm, config.provider, model, self._record_nonfinite)
+        self._calls = calls = self.open_calls(config.algorithm)
+        averaging = Averaging(calls, config.algorithm, config.provider, model, self._record_nonfinite)
+        self._averaging = self.opened(averaging)
         self._alone = comm.size == 1 and not config.provider
         if self._alone:
             model.keep_gradients(None)
         elif not (config.provider or config.compression):
-            shared = self._calls.shared_zeros(model.params)
+            shared = calls.shared_zeros(model.params)
             if shared is not None:
                 model.keep_gradients(shared)
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
-            self._compressed = Reduction(self._calls.comm, config.compression, model.grads, spans(model))
+            self._compressed = self.opened(Reduction(calls.comm, config.compression, model.grads, spans(model)))
         self.state.reduction("compressed", self._compressed)
         self._agreement = StepAgreement(self)
         self._bad: list[str] = []
@@ -276,11 +268,7 @@ class AllReduce(Strategy):
         result = solve(evaluate)
         self.model.flat_buffers.restore()
         self.updates += 1
-        self.steps += 1
-        self.model.gradients.done()
-        self.gradients.done()
-        outcome = Outcome(self.updates, staleness=(0,) if contributes else ())
-        return self.records.record(self.steps, outcome), result
+        return self.finish_step(Outcome(self.updates, staleness=(0,) if contributes else ())), result
 
     def _mean(self, loss: float) -> Tensor:
         """Collective. Average the loss with the gradients' weights; bitwise equal on all ranks."""
@@ -319,9 +307,3 @@ class AllReduce(Strategy):
         else:
             sum_up.mean(self.model.grads, used)
         return used, bad
-
-    def close(self) -> None:
-        if self._compressed is not None:
-            self._compressed.close()
-        self._averaging.close()
-        self._calls.close()

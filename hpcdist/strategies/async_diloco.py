@@ -14,8 +14,7 @@ from typing_extensions import Self
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Update
 from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.server.channel import GRADIENT, Reply, ServerRequest
 from hpcdist.strategies.server.server import Server
@@ -56,8 +55,6 @@ class AsyncDiLoCo(ServerStrategy):
     """
 
     class Config(ServerStrategy.Config):
-        """Options of async_diloco."""
-
         period: int = Field(50, ge=1, description="H: local steps to one push; with dynamic of the fastest worker")
         outer_lr: float = Field(0.7, gt=0, description="ν: learning rate of the servers")
         outer_momentum: float = Field(0.9, ge=0, lt=1, description="β: momentum of the servers")
@@ -100,14 +97,24 @@ class AsyncDiLoCo(ServerStrategy):
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
-        workers = len(self.roles.workers)
-        every = workers if config.every is None else config.every
+        every = self.pushes_per_momentum
         if config.spread * every > 1 + 1e-12:
             raise ConfigError(
                 f"strategy.spread must be at most 1/{every}, that a momentum acts once; got {config.spread}. Take less."
             )
-        self._speeds = comm.window(comm.size, torch.float64) if config.dynamic and comm.size > 1 else None
-        self.compose(lambda: _PeriodWorker(self), lambda: _DeltaServer(self, every, workers))
+        timed = config.dynamic and comm.size > 1
+        self._speeds = self.opened(comm.window(comm.size, torch.float64)) if timed else None
+
+    @property
+    def pushes_per_momentum(self) -> int:
+        """N: pushes to one step of the momentum."""
+        return self.config.every or len(self.roles.workers)
+
+    def make_worker(self) -> _PeriodWorker:
+        return _PeriodWorker(self)
+
+    def make_server(self) -> _DeltaServer:
+        return _DeltaServer(self)
 
     def speeds(self, local_speed: float) -> list[float]:
         """Send this worker's speed, in steps per second, to the first server; return all ranks', 0 for failed ones."""
@@ -118,11 +125,6 @@ class AsyncDiLoCo(ServerStrategy):
             self._speeds.get(all_speeds, server)
             all_speeds[list(self.comm.failures.failed())] = 0.0
         return all_speeds.tolist()
-
-    def close(self) -> None:
-        if self._speeds is not None:
-            self._speeds.close()
-        super().close()
 
 
 class _PeriodWorker(Worker):
@@ -162,7 +164,7 @@ class _PeriodWorker(Worker):
             fastest = max(self._of.speeds(speed))
             self.steps = max(1, int(config.period * speed / fastest + 1e-6)) if fastest > 0 else config.period
         waited_for = self.replica.pull().waited_for
-        if self.placement.colocated:  # this server's parameters are separate from its worker's model
+        if self.replica.colocated:  # this server's parameters are separate from its worker's model
             self.strategy.server.show()
         self.done, self.gradients = 0, 0
         copy_all(self._read, self.model.params)
@@ -186,10 +188,10 @@ class _PeriodWorker(Worker):
 class _DeltaServer(Server):
     """Apply each push by the rule, and reply with the parameters."""
 
-    def __init__(self, strategy: AsyncDiLoCo, every: int, workers: int):
-        super().__init__(strategy, strategy.replica, strategy.config.learner_deadline_s)
-        self._shard, self._config = strategy.placement.shard, strategy.config
-        self._every, self._workers = every, workers
+    def __init__(self, strategy: AsyncDiLoCo):
+        super().__init__(strategy)
+        self._shard, self._config = strategy.replica.shard, strategy.config
+        self._every, self._workers = strategy.pushes_per_momentum, len(strategy.roles.workers)
         state, ranges, like = strategy.state, self._shard.ranges, self._shard.of(strategy.model.params)
         # θ, m and Δ of the shard.
         self._params = state.sharded("params", like, start="parameters", reshard="first", resets=True, ranges=ranges)

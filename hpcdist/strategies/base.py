@@ -6,15 +6,16 @@ import abc
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.chunks import some_values
-from hpcdist.comm.communicator import Communicator
-from hpcdist.config import Settings
+from hpcdist.comm.communicator import Communicator, Traffic
+from hpcdist.config.settings import Settings
 from hpcdist.errors import ConfigError, RankFailedError, refuse_former
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
@@ -37,6 +38,15 @@ _FORMER = {  # former methods, and the line to write instead
 }
 
 Update = Callable[[], None]  # runs the local optimiser on the model's gradients
+
+
+class Resource(Protocol):
+    """A window, a communicator, or another object to be closed."""
+
+    def close(self) -> None: ...
+
+
+R = TypeVar("R", bound=Resource)
 
 
 class Strategy(abc.ABC):
@@ -178,6 +188,7 @@ class Strategy(abc.ABC):
         self.gradients = LocalGradients(comm, model, config.on_nonfinite, clip_norm, stages)
         self.records = Recorder(comm, on_record)
         self.state = State(comm, model)
+        self._opened: list[Resource] = []
         self.steps = self.state.value("steps", 0, self, reshard="first")
         updates_here = (
             self.contract.synchronous and self.contract.updates == "here" and self.contract.averages != "gradients"
@@ -247,8 +258,22 @@ class Strategy(abc.ABC):
             )
         self.records.report_events(self.steps)
 
+    def opened(self, resource: R) -> R:
+        """Have `close` close a window, a communicator or another resource, the last opened first; return it."""
+        self._opened.append(resource)
+        return resource
+
+    def open_calls(self, algorithm: str) -> Collectives:
+        """Collective. Open collective calls, and count their traffic; the all-reduce algorithm is checked now."""
+        calls = self.opened(Collectives(self.comm, Traffic()))
+        self.records.channels.append(calls.comm)
+        calls.algorithm(algorithm)
+        return calls
+
     def close(self) -> None:
         """Collective. Release windows and threads."""
+        for resource in reversed(self._opened):
+            resource.close()
 
     # --- methods that the loop calls ------------------------------------------------------------------------------
     def step(
@@ -289,9 +314,13 @@ class Strategy(abc.ABC):
                 )
             if details is not None and outcome.waited_for:
                 details["held up, s"] = {f"by rank {rank}": seconds for rank, seconds in outcome.waited_for.items()}
+        return self.finish_step(outcome)
+
+    def finish_step(self, outcome: Outcome, steps: int = 1) -> StepRecord:
+        """End a step, which the record counts as `steps` more; return the record."""
         self.model.gradients.done()
         self.gradients.done()
-        self.steps += 1
+        self.steps += steps
         return self.records.record(self.steps, outcome)
 
     def _compares(self) -> bool:

@@ -9,11 +9,10 @@ from pydantic import Field
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import Mixing, rates
 from hpcdist.topology import make_topology
 
@@ -34,8 +33,7 @@ class D2(Strategy):
     diverges even without gradients. With `lazy`, the default, ranks mix by (W + I)/2, which has none; without it the
     ring of an even number of ranks is refused, for example. On one rank only the optimiser runs.
 
-    Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
-    all-reduce of 16 bytes compares settings. Memory: c, and one vector per neighbour.
+    Bytes per rank and step: one parameter vector to each neighbour. Memory: c, and one vector per neighbour.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "d2", topology="ring")
@@ -45,8 +43,6 @@ class D2(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of d2."""
-
         topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
         lazy: bool = Field(True, description="mix by (W + I)/2, so that any symmetric graph will do")
 
@@ -68,7 +64,7 @@ class D2(Strategy):
                 f"ranks, with {least:.3f}. Set strategy.lazy = true, which mixes by (W + I)/2, or take another graph."
             )
         super().__init__(config, comm, model, **kwargs)
-        self._mixing = Mixing(comm, topology, overlap=False, identity_weight=0.5 if config.lazy else 0.0)
+        self._mixing = self.opened(Mixing(comm, topology, overlap=False, identity_weight=0.5 if config.lazy else 0.0))
         self._changed = self.state.sharded("changed", model.params if comm.size > 1 else [], resets=True)  # c
         self.rates: list[float] = self.state.value("rates", [], self, resets=True)  # of each parameter's last step
 
@@ -94,6 +90,3 @@ class D2(Strategy):
                 elif rate != last_rate:
                     part.mul_(rate / last_rate)
         self.rates = new_rates
-
-    def close(self) -> None:
-        self._mixing.close()

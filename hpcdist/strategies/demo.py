@@ -48,8 +48,6 @@ class DeMo(OwnStep):
     """
 
     class Config(OwnStep.Config):
-        """Options of demo."""
-
         momentum: float = Field(0.999, ge=0, le=1, description="β: part of the momentum that a step keeps")
         keep: int = Field(32, ge=1, description="components of each block that a rank sends")
         side: int = Field(64, ge=1, description="largest number of rows and of columns of a block")
@@ -70,9 +68,8 @@ class DeMo(OwnStep):
         super().__init__(config, comm, model, **kwargs)
         options = {"name": "chunk_topk", "keep": config.keep, "side": config.side, "values": config.values}
         compression = CompressionConfig.from_mapping({**options, "decay": config.momentum}, "strategy")
-        self._sum = Reduction(
-            self.calls.comm, compression, model.params, spans(model), over_senders=config.combine == "senders"
-        )
+        over_senders = config.combine == "senders"
+        self._sum = self.opened(Reduction(self.calls.comm, compression, model.params, spans(model), over_senders))
         self.state.reduction("sent", self._sum)
         self._components = self.state.scratch([torch.zeros_like(grad) for grad in model.grads])
 
@@ -103,10 +100,6 @@ class DeMo(OwnStep):
 
     def _transform(self, blocks: Tensor, *, back: bool = False) -> Tensor:
         return blocks if self.config.transform == "none" else transform(blocks, back=back)
-
-    def close(self) -> None:
-        self._sum.close()
-        super().close()
 
 
 def transform(blocks: Tensor, *, back: bool = False) -> Tensor:

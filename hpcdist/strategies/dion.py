@@ -45,8 +45,6 @@ class Dion(OwnStep):
     """
 
     class Config(OwnStep.Config):
-        """Options of dion."""
-
         fraction: float = Field(0.25, gt=0, le=1, description="r: rank of the factors, as a part of the shorter side")
         momentum: float = Field(0.95, ge=0, lt=1, description="μ: part of the factors' product that stays in M")
         rate: float = Field(1.0, gt=0, description="learning rate of the matrices, as a multiple of their group's")
@@ -78,7 +76,6 @@ class Dion(OwnStep):
                     f"{pattern!r}, which matches none of {shorten(known, 30)}.{suggestion(pattern, known)}"
                 )
 
-    # --- steps ----------------------------------------------------------------------------------------------------
     def move(self, update: Update) -> None:
         if not self._names_known:  # compared here: a rehearsal, which takes no step, has another model
             self._require_others()

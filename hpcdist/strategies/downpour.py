@@ -11,10 +11,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
-from hpcdist.comm.communicator import Communicator
-from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Update
+from hpcdist.strategies.common.state import zero_all
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, ServerRequest
 from hpcdist.strategies.server.gradients import Aggregate
 from hpcdist.strategies.server.server import Server
@@ -33,8 +31,11 @@ class ShardAdagrad:
     """
 
     def __init__(self, strategy: ServerStrategy, rate: float):
-        self._rate, shard, state = rate, strategy.placement.shard, strategy.state
-        self._first_rate, self._hyperparameters = _reference_rate(strategy.optimizer), strategy.hyperparameters
+        self._rate, shard, state = rate, strategy.replica.shard, strategy.state
+        group = {} if strategy.optimizer is None else strategy.optimizer.param_groups[0]
+        rates = (group.get(name) for name in ("max_lr", "initial_lr", "lr"))  # before any schedule, or its largest
+        self._first_rate = float(next((known for known in rates if known is not None), 0.0))
+        self._hyperparameters = strategy.hyperparameters
         # In float32 at least: in float16 Adagrad's eps is 0, and in bfloat16 a sum soon stops growing.
         self._parameters = [
             torch.nn.Parameter(part.to(torch.promote_types(part.dtype, torch.float32), copy=True))
@@ -61,13 +62,6 @@ class ShardAdagrad:
             return 1.0
         rate = values[names.index("lr")]
         return rate / self._first_rate if self._first_rate else float(rate > 0)  # none is known: on or off
-
-
-def _reference_rate(optimizer: torch.optim.Optimizer | None) -> float:
-    """Return the learning rate before any schedule, or a schedule's largest."""
-    group = {} if optimizer is None else optimizer.param_groups[0]
-    rates = (group.get(name) for name in ("max_lr", "initial_lr", "lr"))
-    return float(next((rate for rate in rates if rate is not None), 0.0))
 
 
 @final
@@ -101,8 +95,6 @@ class Downpour(ServerStrategy):
     """
 
     class Config(ServerStrategy.Config):
-        """Options of downpour."""
-
         n_fetch: int = Field(1, ge=1, description="steps of a worker between two fetches of parameters")
         n_push: int = Field(1, ge=1, description="steps of a worker between two pushes of gradients")
         server_rule: Literal["adagrad", "optimizer"] = Field(
@@ -132,21 +124,11 @@ class Downpour(ServerStrategy):
     steps_on_workers = True  # with Adagrad on the servers
     config: Config
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
-        super().__init__(config, comm, model, **kwargs)
-        warm_start = WarmStart(config.warm_start, self.roles.workers[0])
-        self.compose(lambda: _Worker(self), lambda: _Server(self, warm_start))
+    def make_worker(self) -> _Worker:
+        return _Worker(self)
 
-
-class WarmStart:
-    """The policy of the warm start: only the first worker pushes for the first updates."""
-
-    def __init__(self, updates: int, leader: int):
-        self._updates, self._leader = updates, leader
-
-    def may_go(self, source: int, clock: int, active: Sequence[int]) -> bool:
-        """Return whether to handle a worker's request now: the leader's always, others' after the warm start."""
-        return source == self._leader or clock >= self._updates or self._leader not in active
+    def make_server(self) -> _Server:
+        return _Server(self)
 
 
 class _Worker(Worker):
@@ -157,7 +139,7 @@ class _Worker(Worker):
         self._sum = strategy.state.sharded("sum", self.model.grads)
         self._used = strategy.state.flags("used", torch.zeros(len(self.model.slots), dtype=torch.bool), False)
         self._config = strategy.config
-        first = self.placement.rank == self.placement.roles.workers[0]
+        first = self.strategy.comm.rank == self.strategy.roles.workers[0]
         self._starts_late = self._config.warm_start > 0 and not first
 
     def step(self, update: Update) -> Outcome:
@@ -173,7 +155,8 @@ class _Worker(Worker):
         fetches = (strategy.steps + 1) % config.n_fetch == 0
         pushes = (strategy.steps + 1) % config.n_push == 0 and bool(self._used.any())
         if pushes:
-            self._push(GRADIENT if fetches else PUSH)
+            self._request(GRADIENT if fetches else PUSH, tensors=self._sum, used=self._used, weight=1.0)
+            zero_all((*self._sum, self._used))  # a new sum
         elif fetches:
             self._request(FETCH)
         if not skipped:
@@ -193,13 +176,6 @@ class _Worker(Worker):
         self._take()
         return Outcome(self.replica.clock, event="dropped: the gradient of before the warm start", dropped=1)
 
-    def _push(self, kind: int) -> None:
-        """Push the sum, and start a new sum."""
-        self._request(kind, tensors=self._sum, used=self._used, weight=1.0)
-        for total in self._sum:
-            total.zero_()
-        self._used.zero_()
-
     def _request(self, kind: int, **whole: Any) -> None:
         """Push a request, once the last request has its reply."""
         self.client.wait()
@@ -208,20 +184,20 @@ class _Worker(Worker):
     def _take(self) -> None:
         """Replace the parameters by the reply's."""
         self.replica.pull()
-        if self.placement.colocated:  # this server's parameters are separate from its worker's model
+        if self.replica.colocated:  # this server's parameters are separate from its worker's model
             self.strategy.server.show()
 
 
 class _Server(Server):
     """Apply pushes one at a time, and reply to fetches with the current parameters."""
 
-    def __init__(self, strategy: Downpour, warm_start: WarmStart):
+    def __init__(self, strategy: Downpour):
+        super().__init__(strategy)
         config = strategy.config
-        super().__init__(strategy, strategy.replica, config.learner_deadline_s)
-        self._warm_start = warm_start
+        self._warm_start, self._leader = config.warm_start, strategy.roles.workers[0]
         self._rule: ShardAdagrad | Aggregate  # the latter for the job's optimiser
         if config.server_rule == "optimizer":
-            self._rule = Aggregate(self.model, self.placement.shard, apart=False)
+            self._rule = Aggregate(self.model, self.replica.shard, apart=False)
         else:
             self._rule = ShardAdagrad(strategy, config.rate)
 
@@ -232,8 +208,8 @@ class _Server(Server):
         """Handle waiting requests; requests of other workers than the first after the warm start."""
 
         def due() -> ServerRequest | None:
-            clock, active = self.replica.clock, self.active()
-            return next((r for r in self.waiting if self._warm_start.may_go(r.source, clock, active)), None)
+            all_go = self.replica.clock >= self._warm_start or self._leader not in self.active()
+            return next((r for r in self.waiting if all_go or r.source == self._leader), None)
 
         while (request := due()) is not None:
             self.waiting.remove(request)

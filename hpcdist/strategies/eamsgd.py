@@ -3,46 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.comm.communicator import Communicator
-from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Update
-from hpcdist.strategies.common.state import State
-from hpcdist.strategies.server.elastic import ElasticConfig, Motion, tie_to_centre
-from hpcdist.strategies.server.strategy import ServerStrategy
+from hpcdist.strategies.server.elastic import ElasticStrategy, ElasticWorker
 
 
-class Nesterov(Motion):
-    """Motion by the local optimiser's step and δ times the last velocity; the model holds x + δv."""
+class NesterovWorker(ElasticWorker):
+    """Move by the local optimiser's step and δ times the last velocity; the model holds x + δv."""
 
-    def __init__(self, model: FlatModel, momentum: float, state: State):
-        self._model, self._momentum = model, momentum
-        self._velocity = state.sharded("velocity", model.params)  # 0 with another number of ranks
+    def __init__(self, strategy: EAMSGD):
+        super().__init__(strategy)
+        self._momentum = strategy.config.momentum
+        self._velocity = strategy.state.sharded("velocity", self.model.params)  # 0 with another number of ranks
 
     def position(self) -> Sequence[Tensor]:
-        pairs = zip(self._model.params, self._velocity, strict=True)
+        pairs = zip(self.model.params, self._velocity, strict=True)
         return [torch.sub(params, velocity, alpha=self._momentum) for params, velocity in pairs]
 
-    def step(self, update: Update) -> None:
-        if not self._model.gradients.mean_weight:
+    def move(self, update: Update) -> None:
+        if not self.model.gradients.mean_weight:
             update()
             return
-        with torch.no_grad(), self._model.skip_unused(self._model.gradients.present(), self._velocity):
-            x, ahead = self.position(), [params.clone() for params in self._model.params]
+        with torch.no_grad(), self.model.skip_unused(self.model.gradients.present(), self._velocity):
+            x, ahead = self.position(), [params.clone() for params in self.model.params]
             update()
-            for params, velocity, old_x, before in zip(self._model.params, self._velocity, x, ahead, strict=True):
+            for params, velocity, old_x, before in zip(self.model.params, self._velocity, x, ahead, strict=True):
                 velocity.mul_(self._momentum).add_(params - before)
                 torch.add(old_x, velocity, alpha=1 + self._momentum, out=params)
 
 
 @final
-class EAMSGD(ServerStrategy):
+class EAMSGD(ElasticStrategy):
     """Add Nesterov's momentum to `easgd`: v ← δv − η g(x + δv), x ← x + v; the centre pulls at x.
 
     A worker's model holds the look-ahead point x + δv, where gradients are computed. −ηg is the step of the worker's
@@ -59,17 +55,10 @@ class EAMSGD(ServerStrategy):
     Reference: Sixin Zhang, Anna Choromanska, Yann LeCun, "Deep learning with elastic averaging SGD", 2015, algorithm 2.
     """
 
-    class Config(ElasticConfig):
-        """Options of eamsgd."""
-
+    class Config(ElasticStrategy.Config):
         momentum: float = Field(0.9, ge=0, lt=1, description="δ, Nesterov momentum of each worker; the paper has 0.99")
 
-    up, down = "values", "moves"
-    contract = replace(
-        ServerStrategy.contract, averages="parameters", updates="here", parameters="kept", consensus="elsewhere"
-    )
-    steps_on_workers = True
+    config: Config
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
-        super().__init__(config, comm, model, **kwargs)
-        tie_to_centre(self, config, lambda: Nesterov(model, config.momentum, self.state))
+    def make_worker(self) -> NesterovWorker:
+        return NesterovWorker(self)

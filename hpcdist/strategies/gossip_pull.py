@@ -10,22 +10,13 @@ from pydantic import Field
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.snapshot import Publication
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Update
 from hpcdist.strategies.common.state import copy_all
-from hpcdist.strategies.decentralised.peers import (
-    MixingConfig,
-    Peers,
-    PeerSampler,
-    SamplingConfig,
-    Wire,
-    average_in,
-    check_count,
-)
+from hpcdist.strategies.decentralised.peers import Gossip, PeerSampler, SamplingConfig, average_in
 
 
 @final
-class GossipPull(Strategy):
+class GossipPull(Gossip):
     """Train by asynchronous gossip SGD, pull variant: in each step average with a random rank's parameters.
 
     Every step of rank i: run the local optimiser, publish the parameters θᵢ, sample a rank j uniformly over all ranks,
@@ -49,9 +40,7 @@ class GossipPull(Strategy):
     2016, algorithm 3.
     """
 
-    class Config(SamplingConfig, MixingConfig):
-        """Options of gossip_pull."""
-
+    class Config(SamplingConfig, Gossip.Config):
         pulls: int = Field(1, ge=1, description="number of ranks whose parameters are fetched for one average")
         torn: bool = Field(False, description="do not check that all fetched parameters belong to one step")
 
@@ -60,34 +49,28 @@ class GossipPull(Strategy):
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
-        self.peers = Peers(comm, self.records)
-        self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
-        check_count(comm, "pulls", config.pulls, include_self=config.include_self)
+        self.sampler = PeerSampler(comm, self.peers, self.state, config, "pulls")
         self._mixes_published = config.order == "after" and not config.compression  # averages what was just published
-        self._wire = Wire(config.compression, model.params, self.state)
-        self._fetched = self.state.scratch(self._wire.empty())
-        self._published = Publication(comm, self._fetched, publishes=comm.size > 1)
+        self._fetched = self.state.scratch(self.wire.empty())
+        self._published = self.opened(Publication(comm, self._fetched, publishes=comm.size > 1))
         self.state.after_load(self.reset_from_model)
         self._publish(self.steps)
         comm.barrier()  # no rank may read before the first publication
 
-    def advance(self, update: Update) -> Outcome:
-        step = self.steps + 1
-        if self.config.mixes(step, "before"):
-            self._mix()
-        outcome = self.gradients.step_alone(update)
-        self._publish(step)
-        if self.config.mixes(step, "after"):
-            self._mix()
+    def local_step(self, update: Update) -> Outcome:
+        outcome = super().local_step(update)
+        self._publish(self.steps + 1)
         return outcome
 
     def _publish(self, clock: int) -> None:
         if self.comm.size > 1:
-            self._published.publish(self._wire.pack(self.model.params), clock)
+            self._published.publish(self.wire.pack(self.model.params), clock)
 
-    def _mix(self) -> None:
+    def mix(self, due: bool) -> None:
         """Average with sampled ranks, with equal weights."""
-        peers = self.sampler.sample(self.config.pulls, include_self=self.config.include_self)
+        if not due:
+            return
+        peers = self.sampler.sample()
         weight = 1 + (self.comm.rank in peers)  # of the local parameters: they are a mean of this many
         published = self._mixes_published
         for peer in peers:
@@ -117,6 +100,3 @@ class GossipPull(Strategy):
     def reset_from_model(self) -> None:
         self._publish(self.steps)
         self.comm.barrier()  # no rank may fetch old parameters
-
-    def close(self) -> None:
-        self._published.close()

@@ -18,23 +18,14 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.decentralised.peers import (
-    MixingConfig,
-    Peers,
-    PeerSampler,
-    SamplingConfig,
-    Wire,
-    average_in,
-    check_count,
-)
+from hpcdist.strategies.decentralised.peers import Gossip, PeerSampler, SamplingConfig, average_in
 
 _WRITING = -1  # the count of a slot that is being written
 
 
 @final
-class GossipPush(Strategy):
+class GossipPush(Gossip):
     """Train by asynchronous gossip SGD, push variant: in each step send the parameters to a random rank.
 
     Every step of rank i: run the local optimiser, sample a rank j uniformly over all ranks, i included, put the
@@ -62,9 +53,7 @@ class GossipPush(Strategy):
     "Gossip training for deep learning", 2016, where a rank pushes with a probability, 1/interval on average.
     """
 
-    class Config(SamplingConfig, MixingConfig):
-        """Options of gossip_push."""
-
+    class Config(SamplingConfig, Gossip.Config):
         pushes: int = Field(1, ge=1, description="number of ranks that the parameters are sent to at each average")
 
     config: Config
@@ -72,29 +61,18 @@ class GossipPush(Strategy):
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
-        self.peers = Peers(comm, self.records)
-        self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
-        check_count(comm, "pushes", config.pushes, include_self=config.include_self)
-        self._wire = Wire(config.compression, model.params, self.state)
-        self._taken = self.state.scratch(self._wire.empty())
-        self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self._taken]
-        self._counts = comm.window(comm.size - 1, torch.int64)
+        self.sampler = PeerSampler(comm, self.peers, self.state, config, "pushes")
+        self._taken = self.state.scratch(self.wire.empty())
+        self._slots = [self.opened(comm.window((comm.size - 1) * t.numel(), t.dtype)) for t in self._taken]
+        self._counts = self.opened(comm.window(comm.size - 1, torch.int64))
         self.state.custom("held", self._copy_slots, self._fill_slots, lambda: self._fill_slots([]))
         self.state.before_load(comm.barrier)  # no rank still pushes old parameters
 
-    def advance(self, update: Update) -> Outcome:
-        if self.config.order == "before":
-            self._mix()
-        outcome = self.gradients.step_alone(update)
-        if self.config.order == "after":
-            self._mix()
-        return outcome
-
-    def _mix(self) -> None:
+    def mix(self, due: bool) -> None:
         """Push if it is due in this step, and average all received messages."""
         weight = 1
-        if (self.steps + 1) % self.config.interval == 0:
-            for peer in self.sampler.sample(self.config.pushes, include_self=self.config.include_self):
+        if due:
+            for peer in self.sampler.sample():
                 if peer == self.comm.rank:
                     weight = 2
                 else:
@@ -107,7 +85,7 @@ class GossipPush(Strategy):
         slot, count = (self.comm.rank - peer) % self.comm.size - 1, 0
         while (current := self._counts.compare_and_swap(count, _WRITING, peer, slot)) != count:
             count = current  # only the receiver changes it, and only to 0: the third attempt succeeds
-        for window, values, merged in zip(self._slots, self._wire.pack(self.model.params), self._taken, strict=True):
+        for window, values, merged in zip(self._slots, self.wire.pack(self.model.params), self._taken, strict=True):
             write, offset = window.accumulate if count else window.put, slot * values.numel()
             if count and values.dtype is torch.float16:  # a sum may be beyond its range: the slot holds the mean
                 window.get(merged, peer, offset)
@@ -140,7 +118,6 @@ class GossipPush(Strategy):
         for window, out in zip(self._slots, self._taken, strict=True):
             window.get(out, self.comm.rank, slot * out.numel())
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
     def _copy_slots(self) -> list[tuple[int, int, list[Tensor]]]:
         """Return a copy of the received messages: slot, number and sums."""
         messages_of_slots = []
@@ -165,7 +142,3 @@ class GossipPush(Strategy):
         self.comm.barrier()
         self._fill_slots([])
         self.comm.barrier()  # no rank may push before the slots are filled
-
-    def close(self) -> None:
-        for window in (*self._slots, self._counts):
-            window.close()

@@ -11,13 +11,12 @@ from typing_extensions import Self
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.decentralised.peers import MixingConfig, Peers, Wire
+from hpcdist.strategies.decentralised.peers import Gossip
 
 
 @final
-class GossipSync(Strategy):
+class GossipSync(Gossip):
     """Train by synchronous gossip SGD: in each step average with one random rank.
 
     Every step, synchronously on all ranks: run the local optimiser, sample a permutation π of the ranks (from the same
@@ -34,8 +33,7 @@ class GossipSync(Strategy):
     the local optimiser; the gradient is computed at θᵢ before the average.
 
     Bytes per rank and step with an average: one parameter vector sent, half with fp16 or bf16; none if π(i) = i, which
-    has probability 1/p. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings.
-    Without `include_self` permutations with π(i) = i are sampled again.
+    has probability 1/p. Without `include_self` permutations with π(i) = i are sampled again.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "gossip_sync", pairing="matching")
@@ -45,9 +43,7 @@ class GossipSync(Strategy):
     "Randomized gossip algorithms", 2006, synchronous model.
     """
 
-    class Config(MixingConfig):
-        """Options of gossip_sync."""
-
+    class Config(Gossip.Config):
         seed: int = Field(0, ge=0, description="seed of the permutations, sampled from (seed, step)")
         pairing: Literal["permutation", "matching"] = Field(
             "permutation", description="receive along a random permutation, or average in random disjoint pairs"
@@ -63,28 +59,19 @@ class GossipSync(Strategy):
             return self
 
         def synchronizes(self, step: int) -> bool:
-            return self.mixes(step, self.order)
+            return step % self.interval == 0
 
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step", deaths="others continue")
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
-        self.peers = Peers(comm, self.records)
-        self._wire = Wire(config.compression, model.params, self.state)
-        self._received = self.state.scratch([torch.empty_like(t) for t in self._wire.pack(model.params)])
+        self._received = self.state.scratch([torch.empty_like(t) for t in self.wire.pack(model.params)])
 
-    def advance(self, update: Update) -> Outcome:
-        step = self.steps + 1
-        if self.config.mixes(step, "before"):
-            self._average()
-        outcome = self.gradients.step_alone(update)
-        if self.config.mixes(step, "after"):
-            self._average()
-        return outcome
-
-    def _average(self) -> None:
+    def mix(self, due: bool) -> None:
         """Collective. Average with this step's random partner."""
+        if not due:
+            return
         ranks, rank = self.comm.failures.alive, self.comm.rank
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.steps)
         order = _random_order(len(ranks), generator, self.config)  # the same on all ranks
@@ -92,7 +79,7 @@ class GossipSync(Strategy):
         dest, source = ranks[order[index]], ranks[order.index(index)]
         if dest == rank:
             return
-        sent = self._wire.pack(self.model.params)
+        sent = self.wire.pack(self.model.params)
         if not self.peers.exchange(sent, dest, self._received, source):
             return
         with torch.no_grad():

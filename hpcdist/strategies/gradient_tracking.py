@@ -11,10 +11,9 @@ from torch import Tensor
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import Mixing, conserving
 
 
@@ -33,8 +32,8 @@ class GradientTracking(Strategy):
     not finite keeps its last gradient in y. On one rank only the optimiser runs.
 
     Bytes per rank and step: two parameter vectors to each neighbour, x and y, and two elements for each parameter to
-    flag its gradient: a parameter without a gradient on any rank is not updated. At synchronizations 1, 2, 4, 8... and
-    each 64th an all-reduce of 16 bytes compares settings. Memory: y, the last gradient, and two vectors per neighbour.
+    flag its gradient: a parameter without a gradient on any rank is not updated. Memory: y, the last gradient, and two
+    vectors per neighbour.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "gradient_tracking", topology="ring")
@@ -45,8 +44,6 @@ class GradientTracking(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of gradient_tracking."""
-
         topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
         order: Literal["before", "after"] = Field("before", description="average before the local step, or after it")
 
@@ -56,7 +53,7 @@ class GradientTracking(Strategy):
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         topology = conserving(config.topology, comm, "gradient_tracking")
         super().__init__(config, comm, model, **kwargs)
-        self._mixing = Mixing(comm, topology, overlap=False)
+        self._mixing = self.opened(Mixing(comm, topology, overlap=False))
         like = model.params if comm.size > 1 else []
         # After y's first tensor two flags per parameter are sent: this rank has a gradient; only some ranks have one.
         # `_sent` is y with these flags, `tracked` the views of y in it.
@@ -115,6 +112,3 @@ class GradientTracking(Strategy):
         update()
         for parameter, gradient in originals:
             parameter.grad = gradient
-
-    def close(self) -> None:
-        self._mixing.close()

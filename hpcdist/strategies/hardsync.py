@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
-from hpcdist.comm.communicator import Communicator
-from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import ServerRequest
-from hpcdist.strategies.server.gradients import Policy, exchange_gradients
+from hpcdist.strategies.server.gradients import GradientStrategy, Policy
 from hpcdist.strategies.server.placement import FanIn
-from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class HardsyncPolicy(Policy):
@@ -28,7 +25,7 @@ class HardsyncPolicy(Policy):
 
 
 @final
-class Hardsync(ServerStrategy):
+class Hardsync(GradientStrategy):
     """Update with the mean of one gradient of each worker: synchronous SGD through servers.
 
     Equals `allreduce`, and one process with the joint batch of all workers; the sum is taken in rank order. No gradient
@@ -48,13 +45,10 @@ class Hardsync(ServerStrategy):
     systematic study", 2016, section 3.
     """
 
-    class Config(ServerStrategy.Config):
-        """Options of hardsync."""
-
+    class Config(GradientStrategy.Config):
         fan_in: FanIn = None
 
-    contract = replace(ServerStrategy.contract, averages="gradients", synchronizes="every step")
+    contract = replace(GradientStrategy.contract, averages="gradients", synchronizes="every step")
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
-        super().__init__(config, comm, model, **kwargs)
-        exchange_gradients(self, HardsyncPolicy())
+    def policy(self) -> HardsyncPolicy:
+        return HardsyncPolicy()

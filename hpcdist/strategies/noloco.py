@@ -9,10 +9,9 @@ from pydantic import Field
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.topology import make_topology
 
@@ -43,8 +42,6 @@ class NoLoCo(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of noloco."""
-
         period: int = Field(50, ge=1, description="H: inner steps to one exchange")
         group: int = Field(2, ge=2, description="ranks in a group; must divide the number of ranks")
         outer_lr: float = Field(0.7, gt=0, description="ν: weight of a group's mean change in an outer step")
@@ -63,7 +60,7 @@ class NoLoCo(Strategy):
             Named(name="random_groups", group=config.group if comm.size > 1 else 1, seed=config.seed), comm
         )
         super().__init__(config, comm, model, **kwargs)
-        self._mixing = Mixing(comm, groups, overlap=False)
+        self._mixing = self.opened(Mixing(comm, groups, overlap=False))
         templates = model.params if comm.size > 1 else []
         self.outer = self.state.sharded("outer", templates, start="parameters", reshard="mean", resets=True)  # x
         self._momentum = self.state.sharded("momentum", templates, reshard="mean")  # v
@@ -90,6 +87,3 @@ class NoLoCo(Strategy):
                     v.mul_(config.outer_momentum).add_(move, alpha=config.outer_lr)
                     v.add_(mean.sub_(x), alpha=config.pull)
                     move.copy_(x.add_(v))  # θ = x
-
-    def close(self) -> None:
-        self._mixing.close()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
-from hpcdist.comm.communicator import Communicator
-from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import ServerRequest
-from hpcdist.strategies.server.gradients import exchange_gradients
+from hpcdist.strategies.server.gradients import GradientStrategy
 from hpcdist.strategies.server.stale import StaleConfig, StalePolicy
-from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class AsynchronousPolicy(StalePolicy):
@@ -21,7 +18,7 @@ class AsynchronousPolicy(StalePolicy):
 
 
 @final
-class ParameterServer(ServerStrategy):
+class ParameterServer(GradientStrategy):
     """Apply each worker's gradient as it arrives: asynchronous SGD with servers; all other ranks are workers.
 
     Every step of a worker: put the gradient, with the clock of the parameters it was computed from, into the worker's
@@ -43,9 +40,8 @@ class ParameterServer(ServerStrategy):
     2012 (Downpour SGD with n_fetch = n_push = 1).
     """
 
-    class Config(StaleConfig):
-        """Options of parameter_server."""
+    Config = StaleConfig
+    config: StaleConfig
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
-        super().__init__(config, comm, model, **kwargs)
-        exchange_gradients(self, AsynchronousPolicy(config, len(self.roles.workers)), overlap=config.overlap)
+    def policy(self) -> AsynchronousPolicy:
+        return AsynchronousPolicy(self.config, len(self.roles.workers))

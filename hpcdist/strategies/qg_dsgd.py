@@ -9,11 +9,10 @@ from pydantic import Field
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import Mixing, conserving, rates
 
 
@@ -31,8 +30,8 @@ class QGDSGD(Strategy):
     W must be doubly stochastic; it may be directed, and change between steps. On one rank SGD runs with its usual
     momentum.
 
-    Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
-    all-reduce of 16 bytes compares settings. Memory: m̂, x before the step, and one vector per neighbour.
+    Bytes per rank and step: one parameter vector to each neighbour. Memory: m̂, x before the step, and one vector per
+    neighbour.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "qg_dsgd", topology="ring")
@@ -42,8 +41,6 @@ class QGDSGD(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of qg_dsgd."""
-
         topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
         memory: float = Field(0.9, ge=0, lt=1, description="μ: part of the momentum that a step keeps")
 
@@ -55,7 +52,7 @@ class QGDSGD(Strategy):
         super().__init__(config, comm, model, **kwargs)
         if self.optimizer is not None and comm.size > 1:
             self._sgd()
-        self._mixing = Mixing(comm, topology, overlap=False)
+        self._mixing = self.opened(Mixing(comm, topology, overlap=False))
         like = model.params if comm.size > 1 else []
         self._momentum = self.state.sharded("momentum", like, reshard="mean", resets=True)  # m̂
         self._change = self.state.scratch([torch.empty_like(x) for x in like])  # −x before the step, then xₜ₊₁ − xₜ
@@ -97,6 +94,3 @@ class QGDSGD(Strategy):
             f"the optimiser of qg_dsgd must be torch.optim.SGD without dampening; got {got}. Take SGD with momentum, "
             "or strategy d2 or gradient_tracking."
         )
-
-    def close(self) -> None:
-        self._mixing.close()

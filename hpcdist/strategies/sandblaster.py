@@ -16,23 +16,14 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Flats, first
-from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsSettings
+from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsConfig
 from hpcdist.strategies.lbfgs.coordinator import COORDINATOR, Coordinator, PortionWorker, assign_lbfgs
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.strategies.lbfgs.vectors import FIELDS, MAX_OPERATIONS, RETURNING, HistoryShard, RemoteVectors, SharedPoint
-from hpcdist.strategies.server.channel import (
-    CHECK_S,
-    GRADIENT,
-    PAUSE,
-    Reply,
-    RequestChannel,
-    ServerRequest,
-    require_alive,
-)
+from hpcdist.strategies.server.channel import CHECK_S, GRADIENT, PAUSE, Reply, RequestChannel, ServerRequest
 from hpcdist.strategies.server.placement import Roles, Shard, broadcast_shards
 
 OPERATIONS, ASK = 6, 7  # kinds of requests, beside those of servers: to a shard, and to the coordinator
@@ -80,22 +71,16 @@ class Sandblaster(Strategy):
     Nocedal, Martin Takáč, "A multi-batch L-BFGS method for machine learning", 2016.
     """
 
-    class Config(Strategy.Config):
-        """Options of sandblaster."""
-
+    class Config(LbfgsConfig):
         servers: int = Field(1, ge=1, description="ranks that hold shards of the vectors, besides the coordinator")
-        history: int = Field(10, ge=1, description="number of pairs (s, y) in the history of L-BFGS")
         portions: int = Field(4, ge=1, description="portions of a batch for each worker")
         overlap: float = Field(
             0.0, ge=0, le=0.5,
             description="part of a batch that the next batch repeats, to compute y; 0: compute y on the whole batch",
         )  # fmt: skip
-        c1: float = Field(1e-4, gt=0, lt=0.5, description="c1 of the strong Wolfe conditions: sufficient decrease")
-        c2: float = Field(0.9, gt=0, lt=1, description="c2 of the strong Wolfe conditions: curvature")
         seed: int = Field(
             0, ge=0, description="seed of dropout and other random layers, the same in all evaluations of a step"
         )
-        max_evaluations: int = Field(20, ge=2, description="evaluations of the loss in one line search")
 
         @model_validator(mode="after")
         def _searches(self) -> Self:
@@ -134,7 +119,7 @@ class Sandblaster(Strategy):
         super().__init__(config, comm, model, **kwargs)
         self.coordinates, self.has_shard = comm.rank == COORDINATOR, comm.rank in roles.shards
         self.joint: JointBatch | None = None  # the batch of the next step, set by the loop
-        self.point = SharedPoint(comm, roles.shards, model.params)
+        self.point = self.opened(SharedPoint(comm, roles.shards, model.params))
         if comm.size > 1:
             self.sums, self.work = self._open_channels()
         self._asked: dict[int, ServerRequest] = {}  # requests to the coordinator without a reply, by worker
@@ -148,7 +133,9 @@ class Sandblaster(Strategy):
             state.parameters = lambda: Flats(shard.of(model.params), shard.ranges)
         if self.coordinates:
             vectors = RemoteVectors(self._operate)
-            coordinator = Coordinator(Lbfgs(self._settings(), vectors), vectors, portions, self._report)
+            precision = max((torch.finfo(flat.dtype).eps for flat in model.params), default=0.0)
+            lbfgs = Lbfgs(config, vectors, self.gradients.clip_norm or 1.0, resolution=4 * precision)
+            coordinator = Coordinator(lbfgs, vectors, portions, self._report)
             self.state.custom("lbfgs", coordinator.state_dict, coordinator.load_state_dict, lambda: None, reshard=first)
             self.coordinator = coordinator
             self._warn_of_unused()
@@ -171,21 +158,14 @@ class Sandblaster(Strategy):
             self.model.params, names=0, clocks=2, values=MAX_OPERATIONS * FIELDS, replies=results,
             without_tensors={COORDINATOR},
         )  # fmt: skip
+        self.opened(sums)
         if one_rank_serves:
             return sums, sums
         asking = Roles(needed, (), roles.workers, dict.fromkeys(roles.workers, (COORDINATOR,)))
         work = RequestChannel(
             self.comm, asking, {COORDINATOR: Shard(())}, [], names=0, clocks=0, values=NUMBERS, replies=results
         )
-        return sums, work
-
-    def _settings(self) -> LbfgsSettings:
-        config = self.config
-        precision = max((torch.finfo(flat.dtype).eps for flat in self.model.params), default=0.0)
-        return LbfgsSettings(
-            config.history, config.c1, config.c2, config.max_evaluations,
-            first_length=self.gradients.clip_norm or 1.0, resolution=4 * precision, skips=config.on_nonfinite == "skip",
-        )  # fmt: skip
+        return sums, self.opened(work)
 
     def _warn_of_unused(self) -> None:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
@@ -227,12 +207,10 @@ class Sandblaster(Strategy):
             loss = self.worker.step(closure, self.joint)
         if self.coordinates:
             self.coordinator.finish()
-        else:
-            self.steps += 1
-        self.model.gradients.done()
         staleness = (0,) if self.joint.share else ()
         event, self._event = self._event, None
-        record = self.records.record(self.steps, Outcome(self.worker.clock, staleness, event))
+        counted = 0 if self.coordinates else 1  # `_report` has counted it there
+        record = self.finish_step(Outcome(self.worker.clock, staleness, event), counted)
         return record, torch.tensor(loss, dtype=torch.float64)
 
     def _ask(self, message: Sequence[float]) -> list[float]:
@@ -295,7 +273,7 @@ class Sandblaster(Strategy):
             patience_s = CHECK_S if patience_s is None else min(patience_s, CHECK_S)
         request = channel.inbox.next(patience_s)
         if request is None:
-            require_alive(self.comm, self.config.needed(self.comm.size))
+            channel.require_alive()
         return request
 
     def _forget_dead(self) -> None:
@@ -343,18 +321,11 @@ class Sandblaster(Strategy):
         else:
             self.records.report(self.steps, Outcome(self.coordinator.clock if self.coordinates else 0, event=event))
 
-    # --- common ---------------------------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Return the shards' parameters, and the buffers averaged over the workers."""
         params = [flat.clone() for flat in self.model.params]
         broadcast_shards(self.comm, self.point.shards.items(), params)
         return with_buffers(self, params)
-
-    def close(self) -> None:
-        self.point.close()
-        if self.comm.size > 1:
-            for channel in dict.fromkeys((self.sums, self.work)):  # in the same order on all ranks
-                channel.close()
 
 
 def _reply(request: ServerRequest, numbers: Sequence[float]) -> Reply:

@@ -12,11 +12,10 @@ from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import WIDE
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import Moments, required
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import rates
 from hpcdist.strategies.dpsgd import DPSGD
 from hpcdist.strategies.sgp import SGP
@@ -44,8 +43,8 @@ class SlowMo(Periodic):
     with Nesterov. With β = 0, α = 1 it is `local_sgd`.
 
     On one rank only the optimiser runs. Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, plus the
-    base's; and 8/H for each parameter, as with `diloco`. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce
-    of 16 bytes compares settings. Memory per rank: two parameter vectors (x and u), plus the base's.
+    base's; and 8/H for each parameter, as with `diloco`. Memory per rank: two parameter vectors (x and u), plus the
+    base's.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "slowmo", period=4, slow_momentum=0.5)
@@ -56,8 +55,6 @@ class SlowMo(Periodic):
     """
 
     class Config(OverlapConfig):
-        """Options of slowmo."""
-
         period: int = Field(48, ge=1, description="H: steps to one slow step")
         base: Named = Field(
             Named(name="local"), description="base strategy in a period: local, dpsgd, sgp or sparta, with its options"
@@ -118,16 +115,15 @@ class SlowMo(Periodic):
         self._moments = Moments(comm, model)
         self._base: Strategy | None = None
         if config.base.name != "local" and not self.alone:
-            self._base = BASES[config.base.name](config.base_options(), comm.split(0), model)
-            for channel in self._base.records.channels:
-                self.records.count(channel)
+            channel = self.opened(comm.split(0))
+            self._base = self.opened(BASES[config.base.name](config.base_options(), channel, model))
+            self.records.channels += self._base.records.channels
             self._base.gradients = self.gradients  # clips and skips by this strategy's options
             self.state.include("base", self._base.state)
             self.state.parameters = self._base.state.parameters
         self.state.before_load(self.pause)  # messages in flight have old parameters
         self.state.after_load(self._moments.reset)
 
-    # --- steps ----------------------------------------------------------------------------------------------------
     @property
     def _at_end(self) -> bool:
         """Whether the current step is the last of a period."""
@@ -173,7 +169,6 @@ class SlowMo(Periodic):
         else:
             self._moments.average(optimizer, self.average)
 
-    # --- methods that the loop calls ------------------------------------------------------------------------------
     def pause(self) -> None:
         if self._base is not None:
             self._base.pause()
@@ -185,9 +180,3 @@ class SlowMo(Periodic):
         super().reset_from_model()
         if self._base is not None:
             self._base.reset_from_model()
-
-    def close(self) -> None:
-        if self._base is not None:
-            self._base.close()
-            self._base.comm.close()
-        super().close()

@@ -12,10 +12,9 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import ServerRequest
-from hpcdist.strategies.server.gradients import exchange_gradients
+from hpcdist.strategies.server.gradients import GradientStrategy
 from hpcdist.strategies.server.placement import FanIn
 from hpcdist.strategies.server.stale import OF_EACH_GRADIENT, StaleConfig, StalePolicy
-from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class SoftsyncPolicy(StalePolicy):
@@ -30,7 +29,7 @@ class SoftsyncPolicy(StalePolicy):
 
 
 @final
-class Softsync(ServerStrategy):
+class Softsync(GradientStrategy):
     """Update after every c = ⌊λ/n⌋ gradients, for λ workers and `splits` = n, whichever workers sent them.
 
     A fast worker may contribute twice to an update. A worker pushes its gradient and continues immediately with the
@@ -54,15 +53,18 @@ class Softsync(ServerStrategy):
     """
 
     class Config(StaleConfig):
-        """Options of softsync."""
-
         splits: int = Field(1, ge=1, description="n: the server updates after every ⌊workers/n⌋ gradients")
         fan_in: FanIn = None
 
-        def averages(self, workers: int) -> bool:
-            return _quota(self, workers) > 1
+        def quota(self, workers: int) -> int:
+            """Compute c, the number of gradients of an update: ⌊λ/n⌋."""
+            return max(1, workers // self.splits)
 
-    contract = replace(ServerStrategy.contract, averages="gradients")
+        def averages(self, workers: int) -> bool:
+            return self.quota(workers) > 1
+
+    config: Config
+    contract = replace(GradientStrategy.contract, averages="gradients")
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
@@ -72,27 +74,19 @@ class Softsync(ServerStrategy):
                 f"strategy.splits must be at most the number of workers, {workers}; got {config.splits}. Use fewer "
                 "splits, or more ranks."
             )
-        quota = _quota(config, workers)
-        if config.fan_in is not None and self.roles.aggregators:
-            _check_tree(config)
-            if self.placement.aggregates:
-                quota = _group(quota, config.fan_in, self.roles.height(comm.rank))
-        exchange_gradients(self, SoftsyncPolicy(config, quota), overlap=config.overlap)
+        uses_each = config.modulation in OF_EACH_GRADIENT or config.max_staleness is not None
+        if self.roles.aggregators and uses_each:
+            raise ConfigError(
+                "strategy.fan_in must go with modulation none, average or measured and without max_staleness, since "
+                f"aggregators sum gradients before their staleness is known; got modulation {config.modulation}, "
+                f"max_staleness {config.max_staleness}. Leave fan_in out."
+            )
 
-
-def _quota(config: Softsync.Config, workers: int) -> int:
-    """Compute c, the number of gradients of an update: ⌊λ/n⌋."""
-    return max(1, workers // config.splits)
-
-
-def _check_tree(config: Softsync.Config) -> None:
-    """Raise ConfigError where an option needs the staleness of each gradient, which aggregators' sums hide."""
-    if config.modulation in OF_EACH_GRADIENT or config.max_staleness is not None:
-        raise ConfigError(
-            "strategy.fan_in must go with modulation none, average or measured and without max_staleness, since "
-            f"aggregators sum gradients before their staleness is known; got modulation {config.modulation}, "
-            f"max_staleness {config.max_staleness}. Leave fan_in out."
-        )
+    def policy(self) -> SoftsyncPolicy:
+        quota = self.config.quota(len(self.roles.workers))
+        if self.config.fan_in is not None and self.replica.aggregates:
+            quota = _group(quota, self.config.fan_in, self.roles.height(self.comm.rank))
+        return SoftsyncPolicy(self.config, quota)
 
 
 def _group(quota: int, fan_in: int, height: int) -> int:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 from pydantic import Field
 
-from hpcdist.comm.communicator import Communicator
-from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import NOBODY, ServerRequest
-from hpcdist.strategies.server.gradients import Policy, exchange_gradients
-from hpcdist.strategies.server.strategy import ServerStrategy
+from hpcdist.strategies.server.gradients import GradientStrategy, Policy
 
 
 class SSPPolicy(Policy):
@@ -62,7 +59,7 @@ class SSPPolicy(Policy):
 
 
 @final
-class SSP(ServerStrategy):
+class SSP(GradientStrategy):
     """Limit how many steps a worker may be ahead of the slowest worker when it reads parameters, by `bound`.
 
     A worker that has completed c steps gets its reply when every other worker has completed c − bound steps. Its new
@@ -83,13 +80,11 @@ class SSP(ServerStrategy):
     2013.
     """
 
-    class Config(ServerStrategy.Config):
-        """Options of ssp."""
-
+    class Config(GradientStrategy.Config):
         bound: int = Field(3, ge=0, description="s: number of steps that a worker may be ahead of the slowest worker")
 
-    contract = replace(ServerStrategy.contract, averages="gradients")
+    config: Config
+    contract = replace(GradientStrategy.contract, averages="gradients")
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
-        super().__init__(config, comm, model, **kwargs)
-        exchange_gradients(self, SSPPolicy(config.bound, self.placement.children))
+    def policy(self) -> SSPPolicy:
+        return SSPPolicy(self.config.bound, self.replica.children)

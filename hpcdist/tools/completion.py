@@ -146,8 +146,9 @@ def _describe_all() -> Tables:
     """Describe all settings of hpcdist and its plug-ins; imports torch."""
     from torch.optim import lr_scheduler
 
-    from hpcdist.config import JobConfig, describe, optimizers, options_of
-    from hpcdist.config.optimizer import subclasses
+    from hpcdist.config.job import JobConfig
+    from hpcdist.config.optimizer import optimizers, subclasses
+    from hpcdist.config.settings import describe, options_of
     from hpcdist.tools.slurm.spec import JobSpec
 
     owners: dict[str, Any] = {"job": JobConfig, "slurm": JobSpec}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpcdist import log
 
 if TYPE_CHECKING:  # their modules import torch, which takes seconds
-    from hpcdist.config import Option
+    from hpcdist.config.settings import Option
     from hpcdist.records import Summary
     from hpcdist.topology import Topology
     from hpcdist.train import Progress

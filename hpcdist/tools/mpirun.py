@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import selectors
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
-from typing import NoReturn
+from subprocess import PIPE, Popen
+from typing import IO
 
-from hpcdist.comm.launch import unlaunched
+import psutil
+
+from hpcdist.comm.launch import task_or_none, unlaunched
 from hpcdist.errors import ConfigError
 
-# What a rank prints about its failure; the block that Open MPI adds; a block that has not been read to its end.
-EXPLAINED = re.compile(rb"hpcdist: (error: |rank \d)|\[rank \d+\] |Traceback \(most recent call last\)")
-BLOCK = re.compile(rb"-{60,}\nprterun (detected that one or more|has exited due to process)[^\0]*?\n-{60,}\n")
-UNFINISHED = re.compile(rb"^-{3,}(\n(prterun [^\0]*)?)?\Z", re.MULTILINE)
+# What a rank prints about why it ends; the blocks that Open MPI, MPICH and Intel MPI add; an incomplete block.
+EXPLAINED = re.compile(rb"hpcdist: (error: |rank \d|left after )|\[rank \d+\] |Traceback \(most recent call last\)")
+BLOCK = re.compile(
+    rb"-{60,}\nprterun (detected that one or more|has exited due to process)[^\0]*?\n-{60,}\n"
+    rb"|\n?={60,}\n=   BAD TERMINATION OF [^\0]*?\n={60,}\n"
+    rb"|YOUR APPLICATION TERMINATED WITH THE EXIT STRING.*\nThis typically .*\nPlease see the FAQ .*\n"
+)
+UNFINISHED = re.compile(rb"^(\n?[-=]{3,}(\n((prterun |=   BAD )[^\0]*)?)?|YOUR APPLICATION TERM[^\0]*)\Z", re.MULTILINE)
 AS_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")  # for Open MPI
-# Options by the output of `mpirun --version`: hosts, and the rank before each line of output.
-OPTIONS = {"Open MPI": ("--host", "--tag-output"), "HYDRA|Intel": ("-hosts", "-prepend-rank")}
+HYDRA = "HYDRA|Intel"  # of MPICH and Intel MPI, in the output of `mpirun --version`
+# Options by that output: hosts, and the rank before each line of output.
+OPTIONS = {"Open MPI": ("--host", "--tag-output"), HYDRA: ("-hosts", "-prepend-rank")}
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal to this process when its parent ends
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
+ASKED = b"\nhpcdist: Ctrl-C: the ranks are asked to save and leave; Ctrl-C again ends them immediately\n"
+POLL_S = 0.1  # until the launcher's end is noticed, if a process that it has left holds its pipes
 
 
 def start_script(
@@ -34,8 +51,8 @@ def start_script(
     threads: int | None = None,
     label: bool = False,
     launcher: str | None = None,
-) -> NoReturn:
-    """Replace this process by a launcher that runs a script on ranks, with its signals, input and exit status.
+) -> int:
+    """Run a script on ranks with a launcher, and return its exit status; signals and input are passed on.
 
     Args:
         script: a Python file or `-m MODULE`, with arguments; or a program, such as `python` or `hpcdist`.
@@ -50,49 +67,105 @@ def start_script(
     """
     nodes, cores = _nodes(hosts, ranks, variables), len(os.sched_getaffinity(0))  # assumes identical hosts
     command = find_launcher(launcher, variables.get("PATH", ""))
-    command[1:1] = _options(command[0], launcher, hosts, label)
+    version = "" if launcher else subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
+    command[1:1] = _options(command[0], version, launcher, hosts, label)
     if threads is None:
         user_threads = variables.get("OMP_NUM_THREADS", "")
         threads = int(user_threads) if user_threads.isdigit() else max(1, cores // -(-ranks // nodes))
     crowded = nodes == 1 and ranks > cores
     environment = ranks_environment(unlaunched(variables), threads, crowded=crowded, bound=False)  # hd.init() binds
     command += [str(ranks), *_program(script, variables.get("PATH", ""))]
-    sys.stdout.flush()
-    _filter_standard_error()
-    os.execvpe(command[0], command, environment)
+    return _run(command, environment, filters_stdout=re.search(HYDRA, version) is not None)
 
 
 def without_block(output: bytes, explained: bool = False) -> bytes:
-    """Remove Open MPI's block about a failed rank from its output, if that (or earlier output) explains the failure."""
+    """Remove an MPI's block about a failed rank from its output, if that (or earlier output) explains the failure."""
     return BLOCK.sub(b"", output) if explained or EXPLAINED.search(output) else output
 
 
-def _filter_standard_error() -> None:
-    """Fork a process that prints what this one writes to standard error from now on, see `without_block`."""
-    source, sink = os.pipe()
-    if os.fork():
-        os.dup2(sink, 2)
-        os.close(source)
-        os.close(sink)
-        return
-    try:
-        os.close(sink)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(signum, signal.SIG_IGN)  # it must print everything first
-        os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # or a reader of standard output would wait for this process, too
-        explained, unwritten, is_open = False, b"", True
-        while is_open:
-            data = os.read(source, 1 << 16)
-            unwritten, is_open = unwritten + data, bool(data)
-            explained = explained or EXPLAINED.search(unwritten) is not None
-            unwritten = without_block(unwritten, True) if explained else unwritten
-            unfinished = UNFINISHED.search(unwritten) if is_open else None
-            end = unfinished.start() if unfinished else len(unwritten)
-            sys.stderr.buffer.write(unwritten[:end])
-            sys.stderr.buffer.flush()
-            unwritten = unwritten[end:]
-    finally:
-        os._exit(0)
+def _run(command: Sequence[str], environment: Mapping[str, str], filters_stdout: bool) -> int:
+    """Run a launcher; pass on input and signals, and print its output as `without_block` leaves it.
+
+    The launcher is not in the terminal's process group, so that Ctrl-C reaches this process only: it asks the ranks to
+    save and leave, where they can, and a second one ends them. Output goes through this process where Hydra and Open
+    MPI print their blocks; Open MPI's ranks get a terminal if the launcher's own standard output is one.
+    """
+    stdin, stdout = PIPE if os.isatty(0) else None, PIPE if filters_stdout else None
+    child = Popen(command, env=environment, bufsize=0, stdin=stdin, stdout=stdout, stderr=PIPE, preexec_fn=_detach)
+    interrupts = count()
+
+    def pass_on(number: int, _frame: object) -> None:
+        if number == signal.SIGINT and next(interrupts) == 0 and _ranks_listen(child.pid):
+            number = signal.SIGUSR1
+            os.write(2, ASKED)
+        child.send_signal(number)
+        if number == signal.SIGTSTP:
+            os.kill(os.getpid(), signal.SIGSTOP)  # until the shell continues this process
+            child.send_signal(signal.SIGCONT)
+
+    for number in PASSED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
+            signal.signal(number, pass_on)
+    if child.stdin is not None:  # a terminal, which only its foreground process group may read
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background reading fails, and does not stop this process
+        threading.Thread(target=_copy_input, args=(child.stdin,), daemon=True).start()
+    with child:
+        try:
+            _print_output(child)
+        except OSError:  # nobody reads the output any more, or the disk is full
+            child.terminate()
+            raise
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _detach() -> None:
+    """Leave the terminal's process group, and end when the parent is killed."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _ranks_listen(launcher: int) -> bool:
+    """Return whether all ranks on this host handle SIGUSR1, on which hd.Leaving and `hpcdist train` save and leave."""
+    listening: dict[int, bool] = {}
+    for process in psutil.Process(launcher).children(recursive=True):
+        with suppress(psutil.Error, OSError):  # it has just ended
+            caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+            if caught is not None and (task := task_or_none(process.environ())) is not None:
+                listens = bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+                listening[task.rank] = listening.get(task.rank, False) or listens
+    return bool(listening) and all(listening.values())
+
+
+def _copy_input(sink: IO[bytes]) -> None:
+    with suppress(OSError), sink:
+        while data := os.read(0, 1 << 16):
+            sink.write(data)
+
+
+def _print_output(child: Popen[bytes]) -> None:
+    """Print what a child writes to its pipes until it ends, see `without_block`."""
+    pipes = {target: pipe for target, pipe in ((1, child.stdout), (2, child.stderr)) if pipe is not None}
+    unprinted, explained, is_last = dict.fromkeys(pipes, b""), False, False
+    with selectors.DefaultSelector() as selector:
+        for target, pipe in pipes.items():
+            selector.register(pipe, selectors.EVENT_READ, target)
+        while not is_last:
+            has_ended = child.poll() is not None  # then the pipes hold all that it has written
+            ready = selector.select(0 if has_ended else POLL_S)
+            is_last = has_ended and not ready
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                unprinted[key.data] += data
+                if not data:
+                    selector.unregister(key.fileobj)
+            explained = explained or any(map(EXPLAINED.search, unprinted.values()))
+            for target, output in unprinted.items():
+                output = without_block(output, True) if explained else output
+                unfinished = None if is_last else UNFINISHED.search(output)
+                end = unfinished.start() if unfinished else len(output)
+                unprinted[target], output = output[end:], output[:end]
+                while output:
+                    output = output[os.write(target, output) :]
 
 
 def _program(script: Sequence[str], path: str) -> list[str]:
@@ -115,7 +188,7 @@ def _program(script: Sequence[str], path: str) -> list[str]:
     return [program, *script[1:]]
 
 
-def _options(program: str, launcher: str | None, hosts: str | None, label: bool) -> list[str]:
+def _options(program: str, version: str, launcher: str | None, hosts: str | None, label: bool) -> list[str]:
     """Return the options of `program` for hosts and labels; raise ConfigError if it is the user's, or unknown."""
     requested = [name for name, value in (("--hosts", hosts), ("--label", label)) if value]
     if not requested:
@@ -125,7 +198,6 @@ def _options(program: str, launcher: str | None, hosts: str | None, label: bool)
             f"{requested[0]} must be omitted with --launcher, whose command has its own options; got both. Write it as "
             "--launcher 'srun --label -n'."
         )
-    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
     options = next((options for pattern, options in OPTIONS.items() if re.search(pattern, version)), None)
     if options is None:
         raise ConfigError(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, variance
 from typing import TypeVar
 
-T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)  # a seed
 I = TypeVar("I", bound="Interval")  # noqa: E741
 
@@ -77,12 +76,6 @@ def geometric(values: Sequence[float]) -> Interval:
     """Estimate the geometric mean of positive values, such as times, with its confidence interval."""
     logs = interval([math.log(value) for value in values])
     return Interval(*map(math.exp, (logs.mean, logs.low, logs.high)))
-
-
-def first_reaching(moments: Iterable[tuple[T, float]], target: float, higher_is_better: bool) -> T | None:
-    """Return the first moment whose value reaches the target; None if none does."""
-    sign = 1 if higher_is_better else -1
-    return next((moment for moment, value in moments if sign * value >= sign * target), None)
 
 
 def effect(

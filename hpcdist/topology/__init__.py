@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import Named, checked_options
+from hpcdist.config.settings import Named, checked_options
 from hpcdist.registry import catalogue
 from hpcdist.topology.base import Topology
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.external.base import environment
 from hpcdist.comm.external.torch_distributed import Rendezvous, rendezvous, timeout_of
 from hpcdist.comm.network import interface_of
 from hpcdist.errors import CommunicationError, ConfigError
@@ -52,7 +53,7 @@ def start_default_group(comm: Communicator, backend: str, interface: str = "") -
     hook = sys.excepthook  # restored below: torch's hook would delay its output
     if point.address and (interface := interface_of(point.address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # for groups that the script creates, too
-    with _connecting_late():
+    with environment({"TORCH_GLOO_LAZY_INIT": "1"}):  # ranks connect at their first message, not all pairs now
         dist.init_process_group(
             backend, store=point.store, rank=comm.rank, world_size=comm.size,
             timeout=timeout_of(comm, 0.0) if by_mpi else timeout_of(comm), pg_options=comm if by_mpi else None,
@@ -129,20 +130,6 @@ def init_torch_distributed(comm: Communicator, backend: str | bool, interface: s
         variables["ACCELERATE_USE_CPU"] = "true"  # otherwise Accelerate assumes one process if there is no GPU
     for name, value in variables.items():
         os.environ.setdefault(name, str(value))
-
-
-@contextmanager
-def _connecting_late() -> Iterator[None]:
-    """Context in which Gloo connects two ranks at their first message, instead of all pairs at the start."""
-    name = "TORCH_GLOO_LAZY_INIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 def rendezvous_if_possible(comm: Communicator, interface: str = "") -> Rendezvous:

@@ -13,18 +13,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp, distributed_c10d
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch.distributed import ReduceOp
+from torch.distributed import distributed_c10d as c10d
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.communicator import Communicator
@@ -39,15 +29,15 @@ OPERATIONS = {
     ReduceOp.BAND: "and", ReduceOp.BOR: "or", ReduceOp.BXOR: "xor", ReduceOp.PREMUL_SUM: "sum",
 }  # fmt: skip
 # Default options, for scripts that call a group's methods directly.
-_ALL_TO_ALL = AllToAllOptions()
-_ALLGATHER = AllgatherOptions()
-_ALLREDUCE = AllreduceOptions()
-_BARRIER = BarrierOptions()
-_BROADCAST = BroadcastOptions()
-_GATHER = GatherOptions()
-_REDUCE = ReduceOptions()
-_REDUCE_SCATTER = ReduceScatterOptions()
-_SCATTER = ScatterOptions()
+_ALL_TO_ALL = c10d.AllToAllOptions()
+_ALLGATHER = c10d.AllgatherOptions()
+_ALLREDUCE = c10d.AllreduceOptions()
+_BARRIER = c10d.BarrierOptions()
+_BROADCAST = c10d.BroadcastOptions()
+_GATHER = c10d.GatherOptions()
+_REDUCE = c10d.ReduceOptions()
+_REDUCE_SCATTER = c10d.ReduceScatterOptions()
+_SCATTER = c10d.ScatterOptions()
 _COMPLETED = Work()  # returned by all blocking calls: creating one takes 5 % of the time of a short call
 BARRIER_TAG = TAG_LIMIT - 2  # tag of the monitored barrier's messages
 
@@ -108,7 +98,10 @@ class MpiGroup(dist.ProcessGroup):
             require_same_world(parent, rank, size)
             torch_ranks = gather_ranks(parent, rank)
             ranks = sorted(range(size), key=torch_ranks.__getitem__)  # MPI's ranks, in torch's order
-        comm = _subcommunicator(parent, ranks, f"torch.distributed/{options.group_id}", creation_limit_s)
+        if parent.mpi is None:  # one rank, without MPI
+            comm: Any = parent.split(0)
+        else:
+            comm = cast(Any, parent).among(ranks, f"torch.distributed/{options.group_id}", creation_limit_s)
         comm.failures.deadline_s = call_limit_s
         return cls(comm, options.store)
 
@@ -154,7 +147,7 @@ class MpiGroup(dist.ProcessGroup):
 
     def on_gpus(self) -> Any:
         """Return the NCCL group for calls on GPU tensors; None if this group runs them."""
-        if self._nccl is None and "cuda:nccl" in str(distributed_c10d._world.pg_backend_config.get(self, "")):
+        if self._nccl is None and "cuda:nccl" in str(c10d._world.pg_backend_config.get(self, "")):
             kind, cuda, rank_size = cast(Any, dist).ProcessGroupNCCL, torch.device("cuda"), (self.rank(), self.size())
             backend = kind(dist.PrefixStore("cuda", self._store), *rank_size, kind.Options())
             # Wrapped in a group, as a backend lacks some of the methods that torch calls on groups.
@@ -424,13 +417,6 @@ def gather_ranks(world: Communicator, rank: int) -> list[int]:
             f"{', '.join(map(str, ranks))} on MPI's ranks 0 to {world.size - 1}. Remove it: MPI knows the ranks."
         )
     return ranks
-
-
-def _subcommunicator(world: Communicator, ranks: Sequence[int], name: str, limit_s: float) -> Communicator:
-    """Collective among these ranks. Create a communicator of them."""
-    if world.mpi is None:  # one rank, without MPI
-        return world.split(0)
-    return cast(Any, world).among(ranks, name, limit_s)
 
 
 def _operation(options: Any) -> tuple[str, float | None]:

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hpcdist import strategies
-from hpcdist.config import JobConfig, changes, optimizers, schedules, without_changeable
-from hpcdist.config.merge import Changes, by_value
-from hpcdist.config.optimizer import OWN_RATES
+from hpcdist.config.job import JobConfig
+from hpcdist.config.merge import Changes, by_value, changes
+from hpcdist.config.optimizer import OWN_RATES, optimizers, schedules
+from hpcdist.config.settings import without_changeable
 from hpcdist.errors import CheckpointError
 
 Trainer = Any  # of this library or of a baseline, which import this module

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from hpcdist.data.labels import labels_of
 from hpcdist.data.loader import Batch
@@ -122,6 +122,13 @@ class JobDataset(Dataset[Any]):
             return labels_of(self._dataset)
         except ConfigError:
             return torch.stack([self.batch([number])[1][0] for number in range(len(self))]).numpy()
+
+    def stored_labels(self) -> torch.Tensor | None:
+        """Return a TensorDataset's labels, integers; None for others, which may convert theirs as they read samples."""
+        if type(self._dataset) is not TensorDataset or self._collate is not default_collate:
+            return None
+        y = self._dataset.tensors[-1]
+        return y.cpu() if y.dim() == 1 and not y.is_floating_point() else None
 
     def close(self) -> None:
         """End the processes."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from hpcdist import checkpoint
-from hpcdist.comm.launch import task_or_none
+from hpcdist.comm.launch import launch_command, task_or_none
 from hpcdist.records import end_run
 
 _logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Interruption:
         self._processes = {rank: pid for rank, pid in processes.items() if psutil.pid_exists(pid)}
         task = task_or_none(environ)
         self._launcher = None if task is None else task.launcher
-        self.command = shlex.join([*_launch(self._launcher, ranks), *_train(argv, folder)])
+        self.command = shlex.join([*launch_command(environ, ranks), *_train(argv, folder)])
         self._how_to_resume = f"Resume with:\n  {self.command}"
 
     def report_signal(self, name: str) -> None:
@@ -65,14 +65,6 @@ class Interruption:
         """Report that all ranks have saved and leave."""
         path = checkpoint.latest(self._checkpoints)
         _logger.info(f"left after step {step} ({reason}), saved in {path}. {self._how_to_resume}")
-
-
-def _launch(launcher: str | None, ranks: int) -> list[str]:
-    """Return the launcher's part of a command for `ranks` ranks, such as mpirun -n 4."""
-    if launcher is None:
-        return []
-    program = launcher if launcher.startswith("srun") else launcher.rpartition(" ")[2]
-    return [*program.split(), "-n", str(ranks)]
 
 
 def _train(argv: Sequence[str], folder: Path) -> Iterable[str]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import JobConfig
 from hpcdist.config.files import binds, load_file
+from hpcdist.config.job import JobConfig
 from hpcdist.data import HDF5Dataset  # first: it raises a clear error without h5py
 from hpcdist.data.hdf5 import COLUMNS
 from hpcdist.data.labels import counts, dirichlet, labels_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.records import (
     Evaluation,
     RecordWriter,

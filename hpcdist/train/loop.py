@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hpcdist import checkpoint, session, strategies
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.data.loader import Batch, Loader
 from hpcdist.errors import ConfigError
 from hpcdist.records import StepRecord, Summary
@@ -69,6 +69,8 @@ class Trainer:
         self.precision = Precision(config.amp, self.device)
         self._create_model()
         self._train, self._test = open_data(job, config, comm, self.replica.columns)
+        if isinstance(self.replica, WholeReplica):
+            self.replica.unchecked = {"test": self._test, "train": self._train}
         self.stop_conditions = StopConditions(config, comm, self.position, len(self._train))
         self._distribute_samples(self.strategy.config.workers(self.replica.others.size))
         logging_ranks = tuple(map(self.replica.logging_rank, self.workers))
@@ -120,7 +122,7 @@ class Trainer:
         options = strategy.Config.from_mapping(config.strategy.options, "strategy")
         workers = len(options.workers(self.replica.others.size))
         self.rate_factor = config.optimizer.factor(workers * config.batch_size * config.accumulation)
-        self.optimizer = config.optimizer.build(self.replica.module.parameters(), self.rate_factor)
+        self.optimizer: Any = config.optimizer.build(self.replica.module.parameters(), self.rate_factor)
         self.schedule = config.schedule.build(self.optimizer, self.rate_factor)
 
     def _distribute_samples(self, workers: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from hpcdist import session, strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual import Network, run_virtual
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.parallel.cost import LayerCost, measure
 from hpcdist.parallel.grid import checked_stages
 from hpcdist.parallel.plan import measured_cut

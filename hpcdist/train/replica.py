@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.data.hdf5 import COLUMNS
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.flat import FlatModel
@@ -20,8 +20,8 @@ from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord, digest
 from hpcdist.records.digest import tensor_bytes
-from hpcdist.session.misfit import named_misfits
-from hpcdist.train.job import Job
+from hpcdist.session.misfit import named_misfits, require_labels
+from hpcdist.train.job import Job, JobData
 from hpcdist.train.numerics import Precision
 
 CHUNK = 1 << 20  # elements of a message
@@ -66,6 +66,7 @@ class WholeReplica(JobReplica):
     def __init__(self, job: Job, config: JobConfig, comm: Communicator, device: torch.device, precision: Precision):
         self._job, self._config, self.others, self._precision = job, config, comm, precision
         self.module = job.model(**config.model).to(device)
+        self.unchecked: dict[str, JobData] = {}  # data sets by split, until their labels are compared with outputs
 
     def logging_rank(self, number: int) -> int:
         return number
@@ -85,6 +86,10 @@ class WholeReplica(JobReplica):
         named = named_misfits(self._config.data.path, "train", self.module, x=x, y=y)
         with self.others.trace.span("forward", "compute"), self._precision.autocast(), named as at:
             at["outputs"] = self.module(x)
+            while self.unchecked:
+                split, data = self.unchecked.popitem()
+                labels, path = data.stored_labels(), self._config.data.path
+                require_labels(self._job.loss, at["outputs"], labels, path=path, split=split)
             loss = self._job.loss(at["outputs"], y)
         if len(x) != samples:
             loss = loss * (len(x) / samples)

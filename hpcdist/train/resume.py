@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist import checkpoint
-from hpcdist.config import describe_changes
-from hpcdist.config.merge import Changes
+from hpcdist.config.merge import Changes, describe_changes
 from hpcdist.config.optimizer import rescale
 from hpcdist.session import state as states
 from hpcdist.session.resharding import SavedState, SavedWorld

@@ -18,9 +18,9 @@ from hpcdist import checkpoint, strategies
 from hpcdist.checkpoint.folder import clean
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.traced import end_timeline, start_timeline
-from hpcdist.config import JobConfig, describe_changes, load
 from hpcdist.config.files import neighbours, not_ending
-from hpcdist.config.merge import Changes
+from hpcdist.config.job import JobConfig
+from hpcdist.config.merge import Changes, describe_changes, load
 from hpcdist.config.optimizer import with_functions_of
 from hpcdist.errors import ConfigError, suggestion
 from hpcdist.parallel.cut import cut_of

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.session.leaving import Leaving
 from hpcdist.train.job import Job

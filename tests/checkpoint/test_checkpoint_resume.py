@@ -11,7 +11,7 @@ from states import bits, loaded, save_alone, through_a_file
 
 from harness.cases import each
 from hpcdist.checkpoint import random_state, set_random_state, verify
-from hpcdist.config import OptimizerConfig, ScheduleConfig, optimizers
+from hpcdist.config.optimizer import OptimizerConfig, ScheduleConfig, optimizers
 from hpcdist.errors import CheckpointError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcdist.collectives.calls import Collectives, operations
-from hpcdist.collectives.calls.prepared import PreparedCall, TriedCall
+from hpcdist.collectives.calls.prepared import fastest_of
 from hpcdist.collectives.tuning.timing import Trial
 from hpcdist.comm.virtual import run_virtual
 
@@ -16,7 +16,7 @@ SIZES = pytest.mark.sizes(3)
 TRIALS = operations.TRIALS + 1
 
 
-class Sleeping(PreparedCall):
+class Sleeping:
     def __init__(self, first_s: float, seconds: float):
         self.calls, self._first_s, self._seconds = 0, first_s, seconds
 
@@ -31,7 +31,7 @@ class Sleeping(PreparedCall):
 def test_the_way_that_is_faster_on_the_slowest_rank_is_taken(ranks):
     def body(comm):
         variants = [Sleeping(0.0, 0.05 if comm.rank == 1 else 0.0), Sleeping(0.1, 0.01)]
-        call = TriedCall(variants, Trial(comm, 2, operations.TRIALS))
+        call = fastest_of(variants, Trial(comm, 2, operations.TRIALS))
         assert all(call(torch.ones(1)) for _ in range(2 * TRIALS + 5))
         return [variant.calls for variant in variants]
 

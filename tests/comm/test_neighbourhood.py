@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 
 from harness.cases import each
-from hpcdist.comm.messages import Messages
+from hpcdist.comm.communicator import Neighbourhood
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.errors import CommunicationError, DeadlineError, MismatchError
 
@@ -45,7 +46,7 @@ def test_every_source_s_tensor_arrives_bit_by_bit(ranks, dtype, lists, made):
 
     def body(comm):
         sources, destinations = lists(comm)
-        found = comm.neighbourhood(sources, destinations) if made == "graph" else Messages(comm, sources, destinations)
+        found = (comm.neighbourhood if made == "graph" else partial(Neighbourhood, comm))(sources, destinations)
         for step, count in enumerate((0, 1, 5, 20_000, 3)):
             send = values(comm.rank, count, dtype, step)
             received, before = torch.zeros(len(sources) * count, dtype=dtype), comm.trace.traffic.copy()

@@ -57,6 +57,10 @@ def side_by_side(group: h5py.Group, x: np.ndarray) -> None:
     group.create_dataset("x", data=x, chunks=(CHUNK, *x.shape[1:]), dcpl=plist)
 
 
+def one_chunk(group: h5py.Group, x: np.ndarray) -> None:
+    group.create_dataset("x", data=x, chunks=x.shape)
+
+
 def contiguous(group: h5py.Group, x: np.ndarray) -> None:
     group.create_dataset("x", data=x)
 
@@ -93,8 +97,8 @@ def resizable(group: h5py.Group, x: np.ndarray) -> None:
     dataset[10:] = x[10:]
 
 
-MAPPED = [scattered, backwards, side_by_side, contiguous, other_byte_order, resizable]
-READ = [hole, other_byte_order_compressed, cut_samples, gzip, lzf, compact]
+MAPPED = [side_by_side, one_chunk, contiguous, resizable, other_byte_order]
+READ = [scattered, backwards, hole, other_byte_order_compressed, cut_samples, gzip, lzf, compact]
 
 
 def write_layout(path: Path, how, x: np.ndarray, y: np.ndarray, **options) -> Path:

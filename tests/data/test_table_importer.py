@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.cases import each
-from hpcdist.config import load
+from hpcdist.config.merge import load
 from hpcdist.data import HDF5Dataset, importers
 from hpcdist.errors import ConfigError, DataError
 

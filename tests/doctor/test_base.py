@@ -14,8 +14,7 @@ from hpcdist.tools.doctor.base import (
     find_nodes,
     gather,
     host_name,
-    introduced_loads,
-    introduced_nodes,
+    introduced,
     introduction,
     listed,
     overload,
@@ -78,11 +77,9 @@ def test_without_slurm_no_nodes_are_expected(monkeypatch, tmp_path):
 
 
 def test_ranks_that_introduce_themselves_are_sorted_by_node():
-    said = {0: "a\nx\n1.0", 1: "b\ny\n2.5", 2: "a\nx\n1.0", 3: "a\nz\n1.0"}
-    assert introduced_loads(said) == [1.0, 2.5, 1.0, 1.0]
-    assert introduced_nodes(said) == Nodes(("a#0", "b", "a#2"), (0, 1, 0, 2))
-    name, place, load = introduction({}).split("\n")
-    assert name == platform.node() and place and float(load) >= 1
+    said = {0: '["a", "x", 1.0]', 1: '["b", "y", 2.5]', 2: '["a", "x", 1.0]', 3: '["a", "z", 1.0]'}
+    assert introduced(said) == (Nodes(("a#0", "b", "a#2"), (0, 1, 0, 2)), [1.0, 2.5, 1.0, 1.0])
+    assert introduced({0: introduction({})}) == (Nodes((platform.node(),), (0,)), [overload()])
 
 
 def test_a_node_whose_load_is_above_its_processors_is_busy(monkeypatch):

@@ -17,8 +17,8 @@ import pytest
 from harness.launch import find_mpirun, launch
 from hpcdist.errors import ConfigError
 from hpcdist.registry import catalogue
-from hpcdist.tools.doctor.base import WARNING, Finding, Nodes
-from hpcdist.tools.doctor.report import ExaminationOptions, Report
+from hpcdist.tools.doctor.base import WARNING, Finding, Nodes, Requirements
+from hpcdist.tools.doctor.report import Report
 from kit.hosts import NET, Cable
 
 ROOT = Path(__file__).parents[2]
@@ -90,10 +90,10 @@ def test_another_number_of_ranks_is_told_once():
 
 
 def test_files_are_written_with_what_is_known_before_mpi_starts_or_refused():
-    report = Report(ExaminationOptions(json_path=Path("nowhere") / "told.json"), is_reporter=True)
+    report = Report(Requirements(json_path=Path("nowhere") / "told.json"), is_reporter=True)
     with pytest.raises(ConfigError, match="told.json must be a file that can be written; got No such file"):
         report.conclude()
-    report = Report(ExaminationOptions(2, Path("out"), json_path=Path("told.json")), is_reporter=True)
+    report = Report(Requirements(spare=2, exclude_file=Path("out"), json_path=Path("told.json")), is_reporter=True)
     report.nodes = Nodes(("n1", "n2", "n3"), ())
     report.add([Finding(WARNING, "n2 is not well", ("n2",))])
     report.write_files(status=1)

@@ -11,7 +11,8 @@ import torch
 from comm.jobs_here import run
 from harness.launch import find_mpirun
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig, load
+from hpcdist.config.job import JobConfig
+from hpcdist.config.merge import load
 from hpcdist.data import importers
 from hpcdist.records import read_records
 from hpcdist.train import Job, Metric, Trainer, accuracy
@@ -35,7 +36,8 @@ import operator, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 import hpcdist as hd
-from hpcdist.config import JobConfig, load
+from hpcdist.config.job import JobConfig
+from hpcdist.config.merge import load
 from hpcdist.train import Job, Metric, Trainer, accuracy
 
 DEATHS, INSIDE, CALL, AMID_S = {deaths}, {inside!r}, {call}, {amid_s}

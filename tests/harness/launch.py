@@ -5,11 +5,14 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import pty
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -83,6 +86,39 @@ def started(
         finally:
             job.terminate()
             job.wait()
+
+
+def on_terminal(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    act: Callable[[int, bytearray, Callable[[], bool]], None],
+    limit_s: float = 60.0,
+) -> tuple[str, int]:
+    """Runs a command on a terminal of its own; what it has shown, and its exit status as the shell gives it.
+
+    `act` gets the terminal to type on, what has been shown so far, and a function that says whether the command runs.
+    """
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell in the background ignores it for its children
+        os.execvpe(words[0], words, environment)
+    shown = bytearray()
+    reader = threading.Thread(target=_read_to_end, args=(terminal, shown), daemon=True)
+    try:
+        reader.start()
+        act(terminal, shown, reader.is_alive)
+        reader.join(limit_s)
+    finally:
+        os.kill(pid, signal.SIGTERM)
+        _, status = os.waitpid(pid, 0)
+        os.close(terminal)
+    return shown.decode().replace("\r\n", "\n"), os.waitstatus_to_exitcode(status)
+
+
+def _read_to_end(terminal: int, shown: bytearray) -> None:
+    with suppress(OSError):  # which a terminal raises once nobody has it open any more
+        while part := os.read(terminal, 4096):
+            shown += part
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 120.0) -> None:

@@ -28,7 +28,7 @@ import typer
 
 import hpcdist as hd
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import load
+from hpcdist.config.merge import load
 from hpcdist.tools import cli
 from hpcdist.tools.slurm.spec import JobSpec
 from hpcdist.train.planning import rehearse

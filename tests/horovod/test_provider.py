@@ -13,7 +13,7 @@ from hpcdist import strategies
 from hpcdist.comm.external.torch_distributed import ProcessGroup, rendezvous
 from hpcdist.comm.network import LOOPBACK
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import describe
+from hpcdist.config.settings import describe
 from hpcdist.errors import ConfigError, NonFiniteError, UnknownNameError
 from hpcdist.model.flat import FlatModel
 from strategies import problem

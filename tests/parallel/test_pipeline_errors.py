@@ -37,7 +37,7 @@ def fail(comm, make, x, y=None, **options):
 
 
 SETTINGS = [
-    ({"micro_batches": 0}, "micro_batches must be at least 1; got 0"),
+    ({"micro_batches": 0}, "micro_batches of a schedule must be at least 1; got 0"),
     ({"schedule": "one_f_one_b", "chunks": 2}, "chunks must be 1 with the schedule one_f_one_b; got 2"),
     ({"schedule": "nothing"}, "nothing"),
     ({"cut": [1, 1]}, "cut must be numbers of layers, .* whose sum is the model's 4; got 1, 1"),

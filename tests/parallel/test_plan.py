@@ -73,8 +73,6 @@ def test_a_limit_moves_the_cut():
     assert predict(heavy, 2).cut.sizes == (4, 4)
     limited = predict(heavy, 2, limit_bytes=6200)
     assert limited.cut.sizes == (3, 5) and max(limited.memory_bytes) <= 6200
-    with pytest.raises(ConfigError, match="cut must have 4 stages, 2 for each of 2 ranks; got 2. Change it."):
-        predict(EIGHT, 2, schedule="gpipe", chunks=2, cut=by_hand([1, 7], 8))
     with pytest.raises(ConfigError, match=r"at most 5000 bytes; got 6006 of stage 0 \(layers 0 to 2\) in the cut that"):
         predict(heavy, 2, limit_bytes=5000)
 

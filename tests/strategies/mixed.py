@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.virtual import Network
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.data import EpochPlan
 from hpcdist.model.flat import FlatModel
 from hpcdist.topology import Topology, make_topology

@@ -11,7 +11,7 @@ from torch import nn
 
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.topology import load as load_topology
 from strategies import problem, replicas
 

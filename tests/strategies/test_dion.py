@@ -12,7 +12,7 @@ from harness import loops
 from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.model.flat import FlatModel
 from hpcdist.parallel.agreement import Agreement
 from hpcdist.train.planning import rehearse

@@ -80,7 +80,7 @@ def test_a_reading_that_was_overtaken_leaves_no_trace(overtaken):
             return done
 
         strategy._published.use_torn = torn
-        strategy._mix()
+        strategy.mix(due=True)
         comm.barrier()
         found = own.clone()
         strategy.close()

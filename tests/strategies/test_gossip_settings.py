@@ -38,7 +38,7 @@ class _Peers:
 
 def _in_step(comm, strategy, name):
     """Makes all ranks mix at the same time, so that what each one finds does not depend on who is faster."""
-    synchronizes = {"gossip_pull": "_mix", "gossip_push": "_average"}[name]
+    synchronizes = {"gossip_pull": "mix", "gossip_push": "_average"}[name]
     mix = getattr(strategy, synchronizes)
 
     def meeting(*args):

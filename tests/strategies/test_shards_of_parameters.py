@@ -11,7 +11,8 @@ import torch
 from harness.cases import each
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.virtual import Exponential, run_virtual
-from hpcdist.config import JobConfig, load
+from hpcdist.config.job import JobConfig
+from hpcdist.config.merge import load
 from hpcdist.model.flat import FlatModel
 from hpcdist.session import unsplit
 from hpcdist.strategies.common.state import mean_of_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.cases import each
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from strategies import problem, replicas
 
 pytestmark = pytest.mark.computes

@@ -7,7 +7,7 @@ import torch
 
 from harness.cases import each
 from hpcdist.comm.virtual import Constant, Network, run_virtual
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from strategies import problem, replicas
 
 pytestmark = pytest.mark.computes

@@ -20,7 +20,7 @@ from hpcdist.strategies.base import Contract, Strategy
 from hpcdist.strategies.common.state import State, mean_of_ranks
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.strategies.server.channel import RequestChannel
-from hpcdist.strategies.server.slots import TensorSlots
+from hpcdist.strategies.server.codec import TensorSlots
 from strategies import problem
 
 
@@ -171,7 +171,7 @@ def _held(value, path, seen, own=()):
 
     `own`: modules of the strategy's classes, which may lie in its author's file.
     """
-    if id(value) in seen:
+    if id(value) in seen or isinstance(value, (State, Mixing, RequestChannel, TensorSlots)):  # the latter hold messages
         return
     seen[id(value)] = value
     if isinstance(value, torch.Tensor):
@@ -186,8 +186,7 @@ def _held(value, path, seen, own=()):
         ("hpcdist.strategies.", "hpcdist.compress.", *own)
     ):
         for key, each_value in list(vars(value).items()):
-            if not isinstance(each_value, (State, Mixing, RequestChannel, TensorSlots)):  # the latter hold messages
-                yield from _held(each_value, f"{path}.{key}", seen, own)
+            yield from _held(each_value, f"{path}.{key}", seen, own)
 
 
 def _undeclared(strategy, saved):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.cases import each
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from strategies import replicas
 
 pytestmark = pytest.mark.computes

@@ -60,15 +60,18 @@ def write_run(
     job: str = JOB,
     job_sha256: str | None = None,
     machine: dict | None = None,
+    arguments: dict | None = None,
     **options: object,
 ) -> None:
     """A run of which everything is known: evaluations after equal parts of `seconds`, and the same step on each rank.
 
     Args:
         job_sha256: of its file; None: another one for each path.
+        arguments: of a script.
         options: the strategy's.
     """
     settings = {"strategy": {"name": strategy, **options}, "batch_size": batch, "accumulation": 1, "seed": seed}
+    settings |= {} if arguments is None else {"arguments": arguments}
     given = {"ranks": ranks, "hosts": [f"n{rank}" for rank in range(ranks)], "settings": settings, "virtual": virtual}
     given["job"] = {"path": job, "sha256": job_sha256 or f"sum of {job}", "copies": {}}
     folder.mkdir(parents=True, exist_ok=True)

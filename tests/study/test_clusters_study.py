@@ -8,7 +8,7 @@ import pytest
 
 from harness import studies
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import load
+from hpcdist.config.merge import load
 from hpcdist.records import Evaluation, load_summary, read_evaluations
 from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.train import load_job

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpcdist.config import load
+from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError
 from hpcdist.tools.compare.experiment import Comparison, Sweep, read_budget, read_strategies
 from hpcdist.tools.compare.plan import groups, plan, read_strategy, title

@@ -11,7 +11,7 @@ import pytest
 from harness import studies
 from harness.cases import each
 from hpcdist.comm.virtual import Network, run_virtual
-from hpcdist.config import load as load_settings
+from hpcdist.config.merge import load as load_settings
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, load_summary, read_evaluations, record_path
 from hpcdist.tools.compare.folder import read
 from hpcdist.tools.compare.plan import PlannedRun

@@ -13,7 +13,7 @@ import torch
 
 from harness import studies
 from hpcdist.comm.virtual import Jitter, run_virtual
-from hpcdist.config import load
+from hpcdist.config.merge import load
 from hpcdist.records import read_evaluations
 from hpcdist.train import load_job
 

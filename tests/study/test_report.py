@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -116,6 +117,18 @@ def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):
     assert findings.job.reference == "allreduce" and findings.job.metric == "accuracy"
     assert [one.run.failure for one in findings.failures] == ["has started and not ended"]
     assert [contrast.group.virtual for contrast in findings.contrasts] == [False, False], "never against real time"
+
+
+def test_arguments_that_say_where_to_write_or_what_the_run_has_anyway_name_no_group(tmp_path):
+    for number, strategy in enumerate(("allreduce", "gossip_pull", "softsync") * 2):
+        own = {"algo": strategy, "rng": str(number), "out": f"{number}.json", "checkpoint-dir": f"kept/{number}"}
+        own |= {"lr": "0.1" if number < 5 else "0.2", "save": str(10 * (number + 1) if strategy == "softsync" else 10)}
+        evidence.write_run(tmp_path / str(number), strategy, seed=number, arguments=own)
+    evidence.write_run(tmp_path / "6", arguments={"lr": "0.1"})
+    names = Counter(result.name for result in only_job(tmp_path).runs)
+    of_softsync = ["softsync (lr 0.1, save 30)", "softsync (lr 0.2, save 60)"]
+    assert names == {"allreduce (lr 0.1, save 10)": 2, "allreduce (lr 0.1)": 1, "gossip_pull (lr 0.1, save 10)": 2,
+                     **dict.fromkeys(of_softsync, 1)}  # fmt: skip
 
 
 def test_each_job_has_names_and_a_reference_of_its_own(tmp_path):

@@ -15,7 +15,7 @@ from torch import nn
 from harness import studies
 from hpcdist import strategies
 from hpcdist.comm.virtual import ComputeModel, Constant, SlowSteps, run_virtual
-from hpcdist.config import load as load_settings
+from hpcdist.config.merge import load as load_settings
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import Evaluation, read_evaluations
 from hpcdist.tools.simulate.cluster import ClusterConfig

@@ -115,6 +115,7 @@ def test_a_file_that_defines_job_is_a_jobs_and_another_that_imports_hpcdist_a_sc
         (("compare", "train.py:fit"), "job must be a function of train.py; got 'fit'"),
         (("compare", "train.py", "--seeds", "2"), "ARGS must include seed, otherwise all runs would be"),
         (("compare", "train.py", "--", "{rate}"), "ARGS must be of seed, strategy, run; got rate"),
+        (("compare", "train.py", "--", "--ckpt-dir=kept"), "got --ckpt-dir kept. Write --ckpt-dir {run}/checkpoints."),
         (("compare", "train.py", "--set", "epochs=1"), "--set must be omitted with a script; got"),
         (("compare", "train.py", "--budget", "steps=1"), "--budget must be omitted with a script"),
         (("compare", "train.py", "--tune", "2"), "--tune must be omitted with a script"),

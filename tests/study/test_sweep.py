@@ -15,10 +15,10 @@ import pytest
 
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import load
+from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, DataError, RunError
 from hpcdist.records import load_summary, read_evaluations
-from hpcdist.tools.compare import folder, study, trials
+from hpcdist.tools.compare import folder, trials
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import MpiLauncher, share_cores
 from hpcdist.tools.compare.plan import PlannedRun
@@ -113,19 +113,19 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     output = Path("relative")
     SweptRuns(DECLARED, output).write()
-    journal = output / study.JOURNAL
+    journal = output / trials.JOURNAL
     whole = journal.read_bytes()
-    (output / study.LOCK).symlink_to(journal)  # as Optuna made it where the path was relative: it leads nowhere
+    (output / trials.LOCK).symlink_to(journal)  # as Optuna made it where the path was relative: it leads nowhere
     journal.write_bytes(whole + whole.splitlines()[-1][:20])
     assert len(Trials(output, DECLARED).all()) == 8 and journal.read_bytes() == whole
     Trials(output, DECLARED).start(0)
     assert all(json.loads(line)["worker_id"] for line in journal.read_text().splitlines())
-    assert not os.path.lexists(output / study.LOCK)
+    assert not os.path.lexists(output / trials.LOCK)
 
 
 def test_damaged_files_of_a_sweep_are_refused_by_name(tmp_path):
     SweptRuns(DECLARED, tmp_path).run(Runner(tmp_path, PretendedRuns()))
-    journal, first = tmp_path / study.JOURNAL, tmp_path / COMPARISON
+    journal, first = tmp_path / trials.JOURNAL, tmp_path / COMPARISON
     whole = journal.read_text()
     for text in (
         "{\n" + whole,

@@ -13,7 +13,7 @@ from faults.deaths import ULFM, survivable
 from harness.cases import each
 from hpcdist import checkpoint
 from hpcdist.comm.virtual import Constant, run_virtual
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError
 from hpcdist.records import load_summary, read_evaluations, read_records
 from hpcdist.train.runs import specify
@@ -188,7 +188,7 @@ def test_progress_goes_to_the_end_of_the_budget(tmp_path, budget, total):
 CLOCKS = """
 import os, signal
 import hpcdist as hd
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.train.stop_conditions import StopConditions
 from hpcdist.train.resume import Position
 

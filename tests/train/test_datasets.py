@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from harness.cases import each
 from harness.launch import launch
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.data import HDF5Dataset
 from hpcdist.data.loader import Loader
 from hpcdist.errors import ConfigError, DataError

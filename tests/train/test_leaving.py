@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import hpcdist
-from harness.launch import IMPORTS, find_mpirun, launch_environment, started, wait_until
+from harness.launch import IMPORTS, find_mpirun, launch_environment, on_terminal, started, wait_until
 from hpcdist import checkpoint
 from hpcdist.comm.virtual import Constant, run_virtual
 from hpcdist.records import load_run
@@ -119,24 +116,16 @@ def test_ctrl_c_under_mpirun_shows_the_command_that_goes_on(tmp_path, monkeypatc
     Path("slow.py").write_text(WAITING)
     Path("waits").touch()
     words = [find_mpirun(), "-n", "2", sys.executable, "-m", "hpcdist", *ARGUMENTS]
+
+    def act(terminal: int, shown: bytearray, is_running: Callable[[], bool]) -> None:
+        wait_until(lambda: len(list(Path().glob("pid-*"))) == 2 or not is_running())
+        if how == "typed":
+            os.write(terminal, b"\x03")
+        else:
+            os.kill(max(int(path.name[4:]) for path in Path().glob("pid-*")), signal.SIGKILL)
+
     with launch_environment(IMPORTS, compiler=True) as environment:
-        mpirun, terminal = pty.fork()
-        if mpirun == 0:
-            os.execvpe(words[0], words, environment)
-        try:
-            said = threading.Thread(target=_read_to_end, args=(terminal, shown := bytearray()), daemon=True)
-            said.start()
-            wait_until(lambda: len(list(Path().glob("pid-*"))) == 2 or not said.is_alive())
-            if how == "typed":
-                os.write(terminal, b"\x03")
-            else:
-                os.kill(max(int(path.name[4:]) for path in Path().glob("pid-*")), signal.SIGKILL)
-            said.join(60)
-        finally:
-            os.kill(mpirun, signal.SIGTERM)
-            _, status = os.waitpid(mpirun, 0)
-            os.close(terminal)
-    text = shown.decode().replace("\r\n", "\n")
+        text, status = on_terminal(words, environment, act)
     killed = how == "a rank is killed"
     why = "rank 1 has failed, and mpirun ends the others" if killed else "interrupted by mpirun"
     assert status != 0 and f"hpcdist: {why}. Ranks save if mpirun leaves enough time" in text, text
@@ -145,19 +134,14 @@ def test_ctrl_c_under_mpirun_shows_the_command_that_goes_on(tmp_path, monkeypatc
     assert not Path("it/summary.json").exists()
 
 
-def _read_to_end(terminal: int, shown: bytearray) -> None:
-    with suppress(OSError):  # which a terminal raises once nobody has it open any more
-        while part := os.read(terminal, 4096):
-            shown += part
-
-
-def test_a_second_ctrl_c_ends_the_process():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])  # `hpcdist run` makes SIGUSR1 of the first Ctrl-C
+def test_a_second_ctrl_c_ends_the_process(number):
     before, heard = signal.getsignal(signal.SIGINT), []
     with Leaving(hpcdist.init(), ctrl_c=True) as leaving:
         leaving.on_signal = heard.append
-        os.kill(os.getpid(), signal.SIGINT)
-        assert heard == ["SIGINT"] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        assert leaving.agree(1) == "SIGINT on rank 0"
+        os.kill(os.getpid(), number)
+        assert heard == [number.name] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        assert leaving.agree(1) == f"{number.name} on rank 0"
     assert signal.getsignal(signal.SIGINT) is before, "it is as before"
 
 

@@ -49,9 +49,9 @@ GOT_FEATURES = (
     r"shapes cannot be multiplied \(8x10 and 20x5\)\. Change the data, or the model\.\n"
 )
 GOT_LABELS = (
-    r"y of shape \(8,\), int64 from 3 to 7, outputs of shape \(8, 5\), float32, and the loss refuses them: Target . is "
-    r"out of bounds\. Change the data, or the model or the loss; cross entropy takes y of shape \(samples\), int64, "
-    r"from 0 to 4\.\n"
+    r"^data\['train'\] must fit the model and its loss; got y of shape \(16,\), int64 from 3 to 7, outputs of shape "
+    r"\(8, 5\), float32, and the loss refuses them: Target . is out of bounds\. Change the data, or the model or the "
+    r"loss; cross entropy takes y of shape \(samples\), int64, from 0 to 4\.\n"
 )
 EMBEDDING = "x = torch.arange(16)[:, None] % 9; model = lambda: nn.Sequential(nn.Embedding(7, 5), nn.Flatten())"
 TOKENS = r"int64 from 0 to .*layer 0, Embedding\(7, 5\), refuses them: index out .* ids are integers from 0 to 6\.\n"
@@ -109,6 +109,32 @@ def test_a_file_and_the_data_of_an_evaluation_are_named(tmp_path):
         _train(job, 1, f"data.path={tmp_path}/own.h5")
 
 
+def test_labels_of_the_whole_data_set_are_compared_with_the_first_outputs(tmp_path):
+    """On a GPU, a label outside the outputs' range would end in a device-side assert in its batch."""
+    late = "y[9], y[12] = 7, -3"  # the order of batches is another one; the first may have neither
+    with pytest.raises(DataError, match=r"^data\['train'\] must fit .*from -3 to 7,.* loss refuses them: Target "):
+        _train(_job(tmp_path, late))
+    assert not (tmp_path / "run" / "records-rank0.jsonl").exists()  # before the first step
+    x, y = np.ones((16, 20), np.float32), np.arange(16) % 6
+    splits = {"train": Split.of(x, y % 5), "test": Split.of(x, y)}
+    create(tmp_path / "six.h5", splits, task="classification", classes=[*"abcdef"])
+    (tmp_path / "run").rename(tmp_path / "before")
+    with pytest.raises(DataError, match=r"^data of .*six\.h5 \(test\) must fit .* from 0 to 5,.* Target 5 is out of"):
+        _train(_job(tmp_path, ""), 1, f"data.path={tmp_path}/six.h5")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "y[9] = -100",  # ignored
+        "loss = lambda outputs, y: (outputs.sum(1) - y).square().mean(); y = y * 9",
+        "loss = lambda outputs, y: nn.functional.cross_entropy(outputs, y % 5); y = y + 5",
+    ],
+)
+def test_labels_that_the_loss_takes_are_not_refused(tmp_path, change):
+    _train(_job(tmp_path, change))
+
+
 @each("stages", [1, 2])
 def test_a_model_in_stages_names_its_data_too(tmp_path, stages):
     layers = "model = lambda: nn.Sequential(nn.Linear(20, 8), nn.Linear(8, 5))\n"
@@ -132,4 +158,4 @@ def test_mistakes_of_the_model_keep_their_traceback(tmp_path, name):
 def test_real_ranks_say_it_once(tmp_path):
     done = launch(2, ["-m", "hpcdist", "train", _job(tmp_path, "y = y + 3"), "--output", tmp_path / "run"])
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.count("hpcdist: error: data['train'] must fit the model and its loss; got x of shape ") == 1
+    assert done.stderr.count("hpcdist: error: data['train'] must fit the model and its loss; got y of shape ") == 1

@@ -21,7 +21,7 @@ import hpcdist
 from harness.cases import each
 from harness.launch import IMPORTS, find_mpirun, launch
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import differing
+from hpcdist.config.merge import differing
 from hpcdist.errors import CheckpointError, ConfigError, DataError
 from hpcdist.records import Evaluation, RunRecord, Start, keep_evaluations, load_run, read_evaluations, run
 from hpcdist.tools import cli

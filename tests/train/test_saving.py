@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpcdist.comm.virtual import Constant, run_virtual
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError
 from hpcdist.model import FlatModel
 from hpcdist.records import read_evaluations

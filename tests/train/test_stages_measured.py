@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.cost import LayerCost, measure
 from hpcdist.parallel.plan import predict
@@ -123,7 +123,7 @@ def test_a_plan_counts_weights_gradients_and_the_optimisers_state(case):
 
 def test_too_few_layers_with_parameters_are_refused_on_all_ranks(tmp_path):
     job = replace(staged.job, model=lambda: nn.Sequential(staged.Doubled(), nn.Linear(64, 10).double()))
-    message = "stages must be at most as many as the model's layers with parameters, 1; got 2. Take fewer"
+    message = "stages must be 1 to the model's number of layers with parameters, 1; got 2. Take fewer"
 
     def body(comm):
         with pytest.raises(ConfigError, match=message):

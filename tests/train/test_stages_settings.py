@@ -11,7 +11,8 @@ from torch import nn
 
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig, load
+from hpcdist.config.job import JobConfig
+from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import load_summary
 from hpcdist.tools.compare.comparison import ComparedRuns

@@ -11,7 +11,7 @@ import torch
 
 from hpcdist import checkpoint
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig
+from hpcdist.config.job import JobConfig
 from hpcdist.errors import UnknownNameError
 from hpcdist.records import load_summary, read_evaluations
 from hpcdist.train import Metric

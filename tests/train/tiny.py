@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig, load
+from hpcdist.config.job import JobConfig
+from hpcdist.config.merge import load
 from hpcdist.data import importers
 from hpcdist.records import Summary
 from hpcdist.train import Job, Metric, Trainer, accuracy

@@ -8,7 +8,7 @@ all-reduce. Other reductions exchange the ranks' tensors, and combine them in ra
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,23 +25,6 @@ Agree = Callable[[int], bool]  # returns whether all ranks have this fingerprint
 Fastest = Callable[[str], Callable[[Tensor], None]]  # maps "sum" or "mean" to the fastest all-reduce
 
 
-class AgreedCall(PreparedCall):
-    """A call by the library, run if all ranks have the same fingerprint.
-
-    Args:
-        make: the call, on flat tensors.
-    """
-
-    def __init__(self, agree: Agree, fingerprint: int, make: Callable[..., None]):
-        self._agree, self._fingerprint, self._make = agree, fingerprint, make
-
-    def __call__(self, *tensors: Tensor) -> bool:
-        if not self._agree(self._fingerprint):
-            return False
-        self._make(*(tensor.detach().view(-1) for tensor in tensors))
-        return True
-
-
 class CallsByLibrary:
     """Prepares calls by the MPI library; methods return None if point-to-point messages are faster.
 
@@ -49,43 +32,50 @@ class CallsByLibrary:
     """
 
     def __init__(self, comm: Communicator, agree: Agree, fastest: Fastest):
-        from hpcdist.comm.mpi.messages import MpiLibraryCalls  # starts MPI, which importing this must not
-
-        self.comm, self.size, self.library = comm, comm.size, MpiLibraryCalls(cast(Any, comm))
+        self.comm: Any = comm  # an MpiCommunicator
+        self.size = comm.size
         self._agree, self._fastest, self._inbox = agree, fastest, Scratch()
 
-    def all_reduce(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
+    def all_reduce(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> PreparedCall | None:
         if operation in ("sum", "mean") and dtype in SUMMED:
             return self._agreed(fingerprint, lambda local: self._fastest(operation)(local))
         return None
 
-    def broadcast(self, fingerprint: int, dtype: torch.dtype, count: int, root: int) -> AgreedCall:
+    def broadcast(self, fingerprint: int, dtype: torch.dtype, count: int, root: int) -> PreparedCall:
         return self._agreed(fingerprint, lambda local: self.comm.broadcast(local, root))
 
-    def all_gather(self, fingerprint: int, dtype: torch.dtype, count: int) -> AgreedCall:
+    def all_gather(self, fingerprint: int, dtype: torch.dtype, count: int) -> PreparedCall:
         def make(out: Tensor, local: Tensor) -> None:
             overlaps = out.data_ptr() <= local.data_ptr() < out.data_ptr() + out.nbytes
-            self.library.all_gather(out, local.clone() if overlaps else local)  # MPI forbids overlapping buffers
+            self.comm.all_gather(out, local.clone() if overlaps else local)  # MPI forbids overlapping buffers
 
         return self._agreed(fingerprint, make)
 
-    def all_to_all(self, fingerprint: int, dtype: torch.dtype, count: int) -> AgreedCall:
+    def all_to_all(self, fingerprint: int, dtype: torch.dtype, count: int) -> PreparedCall:
         def make(out: Tensor, inputs: Tensor) -> None:
-            self.library.all_to_all(out, inputs.clone() if out.data_ptr() == inputs.data_ptr() else inputs)
+            self.comm.all_to_all(out, inputs.clone() if out.data_ptr() == inputs.data_ptr() else inputs)
 
         return self._agreed(fingerprint, make)
 
-    def reduce_scatter(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
+    def reduce_scatter(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> PreparedCall | None:
         if self.size * count * dtype.itemsize > MESSAGE_BYTES:  # messages are then combined while others are in flight
             return None
         combine = reduction(operation, dtype)
 
         def make(out: Tensor, inputs: Tensor) -> None:
             received = self._inbox.empty_like(inputs, len(inputs))
-            self.library.all_to_all(received, inputs)
+            self.comm.all_to_all(received, inputs)
             combine(list(received.view(self.size, -1)), out)
 
         return self._agreed(fingerprint, make)
 
-    def _agreed(self, fingerprint: int, make: Callable[..., None]) -> AgreedCall:
-        return AgreedCall(self._agree, fingerprint, make)
+    def _agreed(self, fingerprint: int, make: Callable[..., None]) -> PreparedCall:
+        """Return the call `make`, on flat tensors, run if all ranks have the same fingerprint."""
+
+        def call(*tensors: Tensor) -> bool:
+            agreed = self._agree(fingerprint)
+            if agreed:
+                make(*(tensor.detach().view(-1) for tensor in tensors))
+            return agreed
+
+        return call

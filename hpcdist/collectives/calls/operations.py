@@ -15,7 +15,7 @@ from hpcdist.collectives.calls.across_nodes import PACKET_BYTES, slots_across_no
 from hpcdist.collectives.calls.agreement import NONE, exchange_lengths, fingerprint_of, refuse, shape_numbers
 from hpcdist.collectives.calls.by_library import SUMMED, CallsByLibrary
 from hpcdist.collectives.calls.exchange import SLOT_BYTES, Consume, Copies, Exchange, MessageExchange, SlotExchange
-from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, TriedCall, remember
+from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, SlotCall, fastest_of, remember
 from hpcdist.collectives.calls.reduction import OPERATIONS, Reduce, reduction
 from hpcdist.collectives.calls.tensors import (
     Tensors,
@@ -115,12 +115,15 @@ class Collectives:
                 fingerprint = fingerprint_of("all_reduce", flat.dtype, OPERATIONS.index(op), *shape_numbers(group))
                 long = self.size * local.nbytes > WHOLE_BYTES and local.nbytes > LONG_BYTES
                 if long and op in ("sum", "mean") and local.dtype in SUMMED:
-                    agreed = self._sum(fingerprint, local, op)
+                    agreed = self._exchange.agree(fingerprint)
+                    if agreed:
+                        self._fastest(op)(local)
                 elif call := self._prepare("all_reduce", fingerprint, local.dtype, len(local), op):
                     agreed = call(local)
                     self._keep("all_reduce", op, call, group)
-                elif self.size * local.nbytes <= WHOLE_BYTES:
-                    agreed = self._share(fingerprint, local, combine)
+                elif self.size * local.nbytes <= WHOLE_BYTES:  # reduce whole tensors on every rank
+                    counts, consume = [len(local)] * self.size, _into(local, combine)
+                    agreed = self._exchange.share(fingerprint, local, counts, consume, self._everyone, self._everyone)
                 else:
                     agreed = self._share_in_slices(fingerprint, local, combine)
                 if not agreed:
@@ -128,23 +131,11 @@ class Collectives:
                 if local is not flat:
                     flat.copy_(local)
 
-    def _sum(self, fingerprint: int, local: Tensor, op: str) -> bool:
-        """Sum a long tensor, or take its mean, by the fastest algorithm; return whether the ranks' calls agree."""
-        if not self._exchange.agree(fingerprint):
-            return False
-        self._fastest(op)(local)
-        return True
-
     def _fastest(self, op: str) -> Callable[[Tensor], None]:
         """Collective. Return the fastest all-reduce, for a sum or a mean."""
         # If a rank may die, only `native` is safe: others have separate communicators, which no one would revoke.
         reduce = self.algorithm("native" if self.comm.failures.tolerant else "auto")
         return reduce if op == "sum" else reduce.mean
-
-    def _share(self, fingerprint: int, local: Tensor, combine: Reduce) -> bool:
-        """Reduce whole tensors on every rank; return whether the ranks' calls agree."""
-        counts = [len(local)] * self.size
-        return self._exchange.share(fingerprint, local, counts, _into(local, combine), self._everyone, self._everyone)
 
     def _share_in_slices(self, fingerprint: int, local: Tensor, combine: Reduce) -> bool:
         """Reduce one slice on each rank, then share the slices; return whether the ranks' calls agree."""
@@ -407,7 +398,7 @@ class Collectives:
             if of_shape is None or not all(tensor.is_cpu for tensor in tensors):
                 return False
             prepared, otherwise = of_shape
-            bound = prepared.bound(*tensors)
+            bound = prepared.bound(*tensors) if isinstance(prepared, SlotCall) else None
             if bound is not None:
                 remember(self._by_address, address, (bound, otherwise))
             with self._counted:
@@ -428,7 +419,7 @@ class Collectives:
             calls = [getattr(provider, call)(fingerprint, dtype, count, *details) for provider in providers]
             if len(calls) > 1:
                 trial = self._trials.setdefault((call, n_bytes.bit_length()), Trial(self.comm, len(calls), TRIALS))
-                calls = [TriedCall(calls, trial)]
+                calls = [fastest_of(calls, trial)]
             remember(self._by_fingerprint, fingerprint, calls[0])
         return self._by_fingerprint[fingerprint]
 

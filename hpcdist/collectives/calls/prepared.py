@@ -7,7 +7,6 @@ torch tensors if NumPy can't combine the dtype. Long tensors pass in segments of
 
 from __future__ import annotations
 
-import abc
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +27,9 @@ KNOWN = 512  # maximum number of values that `remember` keeps
 K = TypeVar("K")
 V = TypeVar("V")
 
+# A collective call on dense tensors on the host, of one shape. It returns False, with nothing changed, if the ranks'
+# calls differ.
+PreparedCall = Callable[..., bool]
 Data = Any  # an array or a tensor: the code is the same for both
 Step = Callable[[], object]
 Exchanged = tuple[GatheredRows, Step]  # rows to publish in a `synchronize`, and the step that follows it
@@ -45,39 +47,25 @@ def remember(known: dict[K, V], key: K, value: V) -> V:
     return value
 
 
-class PreparedCall(abc.ABC):
-    """A collective call on dense tensors on the host, of one shape."""
-
-    @abc.abstractmethod
-    def __call__(self, *tensors: Tensor) -> bool:
-        """Collective. Run the call; return False, with nothing changed, if the ranks' calls differ."""
-
-    def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
-        """Return a faster function for the call on these tensors' memory, which it does not keep alive; or None."""
-        return None
-
-
-class TriedCall(PreparedCall):
-    """A call that times several variants while in use, and then uses the fastest.
+def fastest_of(variants: Sequence[PreparedCall], trial: Trial) -> PreparedCall:
+    """Return a call that times the variants of a call while in use, and then uses the fastest.
 
     Args:
-        variants: implementations of the same call.
         trial: chooses the variant, for all calls of about this length.
     """
 
-    def __init__(self, variants: Sequence[PreparedCall], trial: Trial):
-        self._variants, self._trial = variants, trial
-
-    def __call__(self, *tensors: Tensor) -> bool:
+    def call(*tensors: Tensor) -> bool:
         start = clock()
-        if not self._variants[self._trial.variant](*tensors):
-            return False
-        self._trial.record(clock() - start)
-        return True
+        agreed = variants[trial.variant](*tensors)
+        if agreed:
+            trial.record(clock() - start)
+        return agreed
+
+    return call
 
 
-class SlotCall(PreparedCall):
-    """A call through slots.
+class SlotCall:
+    """A prepared call through slots.
 
     Args:
         fingerprint: identifies the call; see `Slots.synchronize`.
@@ -110,6 +98,7 @@ class SlotCall(PreparedCall):
         return True
 
     def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
+        """Return a faster function for the call on these tensors' memory, which it does not keep alive; or None."""
         # A bound call takes half the time of one that has to view the tensors first, but is worth creating only for
         # tensors that are used again: from the second call at the same addresses.
         addresses = tuple(tensor.data_ptr() for tensor in tensors)

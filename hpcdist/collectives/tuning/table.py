@@ -150,7 +150,8 @@ class _Race:
 
     def __init__(self, comm: Communicator, contenders: Mapping[str, AllReduce], tensor: Tensor):
         self._comm, self._tensor = comm, tensor
-        cost_s = _costs_s(comm, list(contenders), tensor.nbytes, LATENCY_S, BYTE_S)
+        ranks_per_node = min(Counter(comm.nodes).values())
+        cost_s = _predicted_s(list(contenders), tensor.nbytes, comm.size, LATENCY_S, BYTE_S, ranks_per_node)
         self._racing = {name: contenders[name] for name in _near(cost_s, PLAUSIBLE)}
         self._warm_up_s: dict[str, float] = {}
         self._taken_s: dict[str, list[float]] = {}
@@ -193,13 +194,6 @@ def _near(seconds: Mapping[str, float], factor: float) -> list[str]:
     """Return the algorithms that take at most `factor` times the minimum, and always `native`, the reference."""
     limit_s = factor * min(seconds.values())
     return [name for name, each_s in seconds.items() if name == "native" or each_s <= limit_s]
-
-
-def _costs_s(
-    comm: Communicator, names: Sequence[str], n_bytes: float, latency_s: float, byte_s: float
-) -> dict[str, float]:
-    """Predict the seconds of one call of each algorithm by its cost formula."""
-    return _predicted_s(tuple(names), n_bytes, comm.size, latency_s, byte_s, min(Counter(comm.nodes).values()))
 
 
 def _predicted_s(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import abc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,3 +125,17 @@ class OtherLibrary(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Collective. Release the library's resources."""
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context with these environment variables, for a library that reads its settings from there."""
+    saved = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+            if name in saved:
+                os.environ[name] = saved[name]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hpcdist.comm.external.base import OtherLibrary
+from hpcdist.comm.external.base import OtherLibrary, environment
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.library import loaded_here
 from hpcdist.errors import CommunicationError, ConfigError
@@ -115,14 +113,9 @@ class Running:
     def _start(self) -> None:
         """Start Horovod with the current process sets."""
         sets = {ranks: self.hvd.ProcessSet(list(ranks)) for ranks in self._groups}
-        with _variables(self.tuning.variables()):
+        with environment(self.tuning.variables()):  # Horovod reads its settings only from there
             self.hvd.init(comm=self.comm.mpi, process_sets=list(sets.values()))
         self._groups = sets
-
-    def horovod_ranks(self, world_ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Convert world ranks to Horovod's ranks; None if Horovod does not run on all of them."""
-        numbers = {rank: i for i, rank in enumerate(self.comm.platform.world_ranks)}
-        return tuple(sorted(numbers[r] for r in world_ranks)) if set(world_ranks) <= set(numbers) else None
 
     def group(self, ranks: tuple[int, ...]) -> Any:
         """Return the process set of all ranks, or of a group that was added by `add`."""
@@ -166,8 +159,9 @@ def join(comm: MpiCommunicator, tuning: Tuning) -> tuple[Running, tuple[int, ...
             f"Horovod's settings must be the same for all objects in this process, {_running.tuning}; got {tuning}. "
             "Use the same settings everywhere."
         )
-    ranks = _running.horovod_ranks(comm.platform.world_ranks)
-    if ranks is None:
+    number = {rank: i for i, rank in enumerate(_running.comm.platform.world_ranks)}
+    ranks = tuple(sorted(number[rank] for rank in comm.platform.world_ranks if rank in number))
+    if len(ranks) < comm.size:
         raise ConfigError(
             f"Horovod must run on all ranks that sum by it; it runs on {_running.comm.size} ranks, got a group of "
             f"{comm.size} with other ranks. Start with the largest group."
@@ -185,21 +179,6 @@ def release() -> None:
         _running.users -= 1
         if _running.users == 0 and _running.close():
             _running = None
-
-
-@contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Context with these environment variables: Horovod reads its settings only from there."""
-    saved = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 SUMMED = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)

@@ -47,9 +47,8 @@ class ProcessGroup(OtherLibrary):
         if backend == "nccl":
             self._require_gpus()
         point = rendezvous(comm, interface)
-        self._timeout = timeout_of(comm)
         self._store: TCPStore | None = point.store
-        self._group: Any = (self._gloo if backend == "gloo" else self._nccl)(point)
+        self._group = self._create(point)
 
     def _require_gpus(self) -> None:
         """Collective. Check that every rank has a GPU; raise ConfigError on all ranks otherwise."""
@@ -65,16 +64,14 @@ class ProcessGroup(OtherLibrary):
                     "'hpcdist', 'horovod' or 'gloo' there."
                 )
 
-    def _gloo(self, point: Rendezvous) -> Any:
-        options: Any = vars(dist.ProcessGroupGloo)["_Options"]()  # torch's types omit it
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=point.address)]
-        options._timeout = self._timeout
-        return dist.ProcessGroupGloo(point.store, self.comm.rank, self.comm.size, options)
-
-    def _nccl(self, point: Rendezvous) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(point.store, self.comm.rank, self.comm.size, options)
+    def _create(self, point: Rendezvous) -> Any:
+        """Collective. Create the process group."""
+        kind: Any = dist.ProcessGroupGloo if self.backend == "gloo" else dist.ProcessGroupNCCL
+        options = kind._Options() if self.backend == "gloo" else kind.Options()
+        if self.backend == "gloo":
+            options._devices = [kind.create_device(hostname=point.address)]
+        options._timeout = timeout_of(self.comm)
+        return kind(point.store, self.comm.rank, self.comm.size, options)
 
     def check(self, tensor: Tensor) -> None:
         if self.backend == "nccl" and not tensor.is_cuda:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hpcdist.comm.capabilities import number_nodes
 from hpcdist.comm.mpi.calls import clock
-from hpcdist.comm.window import Memory, refuse_attached
+from hpcdist.comm.window import Memory
 from hpcdist.errors import CommunicationError
 
 _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
@@ -107,8 +107,6 @@ class AttachedMemory(Memory):
             address = self._addresses[rank] + offset * values.itemsize
             self._peers[rank].write(values.data_ptr(), address, values.nbytes)
         self._traffic.communicating_s += clock() - start
-
-    accumulate = fetch_add = compare_and_swap = wait = refuse_attached
 
     def close(self) -> None:
         self._peers.clear()

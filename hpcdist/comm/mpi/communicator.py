@@ -26,7 +26,6 @@ from hpcdist.comm.mpi.messages import (
     NUMBERS,
     SENDING,
     SUMMED,
-    MpiNeighbourhood,
     MpiRequest,
     Staging,
     memory_at,
@@ -41,7 +40,6 @@ from hpcdist.comm.transfer import (
     WIDE,
     Closed,
     Envelope,
-    Neighbourhood,
     Request,
     Traffic,
     check_flat,
@@ -238,6 +236,27 @@ class MpiCommunicator(Communicator):
             self.calls.attempt("barrier", ALL_RANKS, self.failures.surviving.Barrier)
         self.traffic.waiting_s += clock() - start
 
+    def all_gather(self, out: Tensor, local: Tensor) -> None:
+        """Collective. Gather all ranks' `local`, shape (n,), in `out`, shape (ranks * n,), in rank order, by MPI.
+
+        Tensors must not overlap, and lie on the host. Bytes are counted as the minimum that ranks must send.
+        """
+        self._exchange("all-gather", self.mpi.Allgather, local, out, local.numel())
+
+    def all_to_all(self, out: Tensor, inputs: Tensor) -> None:
+        """Collective. Send each rank its n elements of `inputs`, and gather in `out` all ranks' elements for this one.
+
+        Both tensors have the shape (ranks * n,); otherwise as for `all_gather`.
+        """
+        self._exchange("all-to-all", self.mpi.Alltoall, inputs, out, inputs.numel() // self.size)
+
+    def _exchange(self, what: str, function: Callable[..., None], send: Tensor, out: Tensor, count: int) -> None:
+        """Collective. Call MPI's `function`; `count` elements go to each rank."""
+        self.calls.count += 1
+        message = self.staging.message
+        self.calls.communicate(what, ALL_RANKS, function, message(send, count), message(out, count))
+        self.traffic.sent((self.size - 1) * count * send.itemsize, self.size - 1)
+
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> MpiCommunicator | None:
         choices = self.gather([None if color is None else int(color), int(key)])
         mpi = cast(MPI.Intracomm, self.mpi.Split(MPI.UNDEFINED if color is None else color, key))
@@ -247,18 +266,17 @@ class MpiCommunicator(Communicator):
         members = sorted((choice[1], r) for r, choice in enumerate(choices) if choice and choice[0] == color)
         return self._derive_subset(mpi, [r for _, r in members], str(color), traffic)
 
-    def among(self, ranks: Sequence[int], name: str, deadline_s: float | None = None) -> MpiCommunicator:
+    def among(self, ranks: Sequence[int], name: str, deadline_s: float) -> MpiCommunicator:
         """Collective among these ranks only. Create a communicator of them, in this order.
 
         Args:
             name: name in messages; unique among the communicators of these ranks.
-            deadline_s: time limit of the call; by default this communicator's.
+            deadline_s: time limit of the call.
         """
-        limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
         everyone = self.mpi.Get_group()
         group = everyone.Incl(list(ranks))
         what = f"the start of a group of ranks {', '.join(map(str, ranks))}, {name},"
-        with self.calls.blocked(what, ALL_RANKS, limit_s, ranks):
+        with self.calls.blocked(what, ALL_RANKS, deadline_s, ranks):
             mpi = self.mpi.Create_group(group, zlib.crc32(name.encode()) % TAG_LIMIT)
         group.Free()
         everyone.Free()
@@ -294,9 +312,6 @@ class MpiCommunicator(Communicator):
             internode=internode, name=f"{self.name}/{name}{f'.{self._n_derived}' * (self._n_derived > 1)}",  # unique
             traffic=traffic,
         )  # fmt: skip
-
-    def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
-        return MpiNeighbourhood(self, sources, destinations)
 
     def overlapping(self) -> AbstractContextManager[None]:
         helps = self.platform.concurrent and len(set(self.nodes)) > 1  # inside a node messages progress anyway

@@ -1,22 +1,20 @@
-"""Messages of real ranks: torch tensors as MPI buffers, requests in flight, and exchanges with neighbours.
+"""Messages of real ranks: torch tensors as MPI buffers, and requests in flight.
 
 On the host nothing is copied; device memory goes through pinned host memory, unless MPI reads it itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.messages import check_graph
-from hpcdist.comm.mpi.calls import ALL_RANKS, Calls
-from hpcdist.comm.transfer import Neighbourhood, Request
+from hpcdist.comm.mpi.calls import Calls
+from hpcdist.comm.transfer import Request
 
 # Transfers move bits, so any MPI type of the right width carries them.
 CARRIERS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
@@ -66,7 +64,7 @@ def numbers(tensor: Tensor) -> list:
     return [memory_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), SUMMED[tensor.dtype]]
 
 
-SENDING, EXCHANGE = "isend", "neighbour exchange"
+SENDING = "isend"
 
 
 class Staging:
@@ -115,15 +113,13 @@ class MpiRequest(Request):
         peer: the other rank, or ALL_RANKS or ANY_RANK.
         host: the buffer.
         device: if the buffer is a staged copy, the tensor to which it is copied at the end.
-        kept: further memory that MPI uses.
     """
 
     def __init__(
-        self, calls: Calls, request: MPI.Request, what: str, peer: int, host: Tensor, device: Tensor | None = None,
-        kept: Tensor | None = None,
-    ):  # fmt: skip
+        self, calls: Calls, request: MPI.Request, what: str, peer: int, host: Tensor, device: Tensor | None = None
+    ):
         self._calls, self._request, self._what, self._peer = calls, request, what, peer
-        self._host, self._device, self._kept = host, device, kept
+        self._host, self._device = host, device
         self._sends = what == SENDING
         calls.sending += self._sends
 
@@ -145,74 +141,3 @@ class MpiRequest(Request):
         if self._device is not None:
             self._device.copy_(self._host)
             self._device = None
-
-
-class MpiLibraryCalls:
-    """MPI's all-gather and all-to-all on MpiCommunicator `comm`. Bytes are counted as the minimum that ranks must send.
-
-    Tensors are flat, contiguous, of the same length and element width on all ranks, and do not overlap.
-    """
-
-    def __init__(self, comm: Any):
-        self._comm, self._others = comm, comm.size - 1
-
-    def all_gather(self, out: Tensor, local: Tensor) -> None:
-        """Collective. Gather all ranks' `local`, shape (n,), in `out`, shape (ranks * n,), in rank order."""
-        self._call("all-gather", self._comm.mpi.Allgather, local, out, local.numel())
-        self._comm.traffic.sent(self._others * local.nbytes, self._others)
-
-    def all_to_all(self, out: Tensor, inputs: Tensor) -> None:
-        """Collective. Send each rank its n elements of `inputs`, and gather in `out` all ranks' elements for this one.
-
-        Both tensors have the shape (ranks * n,).
-        """
-        count = inputs.numel() // self._comm.size
-        self._call("all-to-all", self._comm.mpi.Alltoall, inputs, out, count)
-        self._comm.traffic.sent(self._others * count * inputs.itemsize, self._others)
-
-    def _call(self, what: str, function: Callable, send: Tensor, out: Tensor, count: int) -> None:
-        """Collective. Call MPI's `function`, by way of the host if necessary; `count` elements go to each rank."""
-        comm = self._comm
-        comm.calls.count += 1
-        if send.is_cpu and out.is_cpu:
-            self._communicate(what, function, send, out, count)
-            return
-        with comm.staging.host(send, write=False) as outgoing, comm.staging.host(out, read=False) as into:
-            self._communicate(what, function, outgoing, into, count)
-
-    def _communicate(self, what: str, function: Callable, send: Tensor, out: Tensor, count: int) -> None:
-        describe = self._comm.staging.message
-        self._comm.calls.communicate(what, ALL_RANKS, function, describe(send, count), describe(out, count))
-
-
-class MpiNeighbourhood(Neighbourhood):
-    """Collective. Exchange tensors by MPI's neighbourhood collectives; see Communicator.neighbourhood.
-
-    MPI knows the graph before the first message; ranks are not renumbered (`reorder` is off).
-
-    Reference: Torsten Hoefler et al., "The scalable process topology interface of MPI 2.2", 2011.
-    """
-
-    def __init__(self, comm: Any, sources: Sequence[int], destinations: Sequence[int]):
-        check_graph(comm, sources, destinations)
-        self._sources, self._n_sent, self._comm = tuple(sources), len(destinations), comm
-        # The graph's communicator numbers only the surviving ranks.
-        origins, targets = ([comm.failures.alive.index(rank) for rank in ranks] for ranks in (sources, destinations))
-        self._graph = comm.failures.surviving.Create_dist_graph_adjacent(origins, targets, reorder=False)
-
-    def _start(self, send: Tensor, received: Tensor) -> Request:
-        comm = self._comm
-        sent = send if comm.staging.direct(send) else send.cpu()
-        skips_copy = comm.staging.direct(received)
-        host = received if skips_copy else torch.empty_like(received, device="cpu", pin_memory=True)
-        comm.calls.count += 1
-        into = comm.staging.message(host, send.numel() if self._sources else 0)
-        outgoing = comm.staging.message(sent)
-        request = comm.calls.attempt(EXCHANGE, ALL_RANKS, self._graph.Ineighbor_allgather, outgoing, into)
-        comm.traffic.sent(self._n_sent * send.nbytes, self._n_sent)
-        return MpiRequest(comm.calls, request, EXCHANGE, ALL_RANKS, host, None if skips_copy else received, sent)
-
-    def close(self) -> None:
-        """Freeing is collective; if the job tolerates deaths, a rank may be dead, and the job's end frees the graph."""
-        if not self._comm.failures.tolerant:
-            self._graph.Free()

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from mpi4py import MPI
 
@@ -60,13 +60,6 @@ class ProgressThread:
                 MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
 
-class Stoppable(Protocol):
-    """Background threads of this package."""
-
-    def stop(self) -> None:
-        """End the threads. Called at the end of the script, or before."""
-
-
 class Process:
     """The communicators in use, background threads and watchdog of this process.
 
@@ -79,7 +72,7 @@ class Process:
         self.world: Any = None  # the communicator of all ranks of the job, while it exists
         self.progress = ProgressThread()
         self.calls: weakref.WeakValueDictionary[int, Calls] = weakref.WeakValueDictionary()
-        self.threads: list[Stoppable] = []  # that have to end before MPI does
+        self.threads: list[Any] = []  # objects whose `stop` ends threads, before MPI ends
         self._watchdog: Watchdog | None = None
         self._of_all: tuple[Calls, MPI.Intracomm] | None = None
 

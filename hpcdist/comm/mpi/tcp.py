@@ -138,22 +138,12 @@ class TcpServer:
     def put_all(self, puts: Iterable[tuple[int, int, int, Tensor]]) -> None:
         """Send puts (rank, window, offset, values on the host), then wait for all replies.
 
-        Each owner handles its puts in order. Raises like `request`; an error of the iterator `puts` is raised after
-        the puts before it are complete.
+        Each owner handles its puts in order. Raises like `request`, and what the iterator `puts` raises.
         """
         owners: list[int] = []
-        invalid: CommunicationError | None = None
-
-        def valid() -> Iterator[tuple[int, int, int, Tensor]]:
-            nonlocal invalid
-            try:
-                yield from puts
-            except CommunicationError as error:
-                invalid = error
-
         with ExitStack() as locks:
             try:
-                for rank, window, offset, values in valid():
+                for rank, window, offset, values in puts:
                     if rank not in owners:
                         locks.enter_context(self._peers[rank].lock)
                     owners.append(rank)  # once per put, as each gets a reply
@@ -165,8 +155,6 @@ class TcpServer:
                 for rank in owners:
                     self._peers[rank].drop()
                 raise
-        if invalid is not None:
-            raise invalid
 
     def _send(self, rank: int, request: bytes, data: memoryview) -> None:
         with self._connected(rank, "put") as connection:

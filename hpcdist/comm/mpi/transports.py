@@ -178,11 +178,6 @@ class Transports(RankMemory):
     def attach(self, tensor: Tensor) -> Memory:
         """Collective. Let other ranks of the node access a tensor; see `RankMemory.attach`."""
         comm = self._comm
-        if not self.can_attach:
-            raise CommunicationError(
-                f"{comm.name} must be on one node whose kernel allows cross-memory attach; got can_attach = False. "
-                "Use a window, or another collective."
-            )
         check_flat(tensor)
         local_range = np.array([tensor.data_ptr(), tensor.nbytes], np.int64)
         ranges = np.empty((comm.size, 2), np.int64)  # address and bytes of each rank's tensor

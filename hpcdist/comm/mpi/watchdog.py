@@ -109,22 +109,18 @@ class Watchdog:
                 self._requested.clear()
                 self._locations = self._query()
                 self._complete.set()
-            late = self._late()
-            if late is not None:
-                self._end(*late)
+            for calls, call in self._blocked():
+                if time.perf_counter() - call.since > call.deadline_s:
+                    self._end(calls, call)
+
+    def _blocked(self) -> list[tuple[Calls, Call]]:
+        """Return the calls that this rank is blocked in."""
+        return [(calls, call) for calls in self._in_use() if (call := calls.current) is not None]
 
     def _oldest_s(self) -> float:
         """Return the seconds for which this rank has been blocked."""
         now_s = time.perf_counter()
-        return max((now_s - call.since for calls in self._in_use() if (call := calls.current)), default=0.0)
-
-    def _late(self) -> tuple[Calls, Call] | None:
-        """Return a call of this rank that is past its deadline."""
-        for calls in self._in_use():
-            call = calls.current
-            if call is not None and time.perf_counter() - call.since > call.deadline_s:
-                return calls, call
-        return None
+        return max((now_s - call.since for _, call in self._blocked()), default=0.0)
 
     # --- the location of this rank --------------------------------------------------------------------------------
     def _reply(self) -> None:
@@ -150,7 +146,7 @@ class Watchdog:
         n_active = sum(queue.busy for queue in tuple(CallQueue.running))
         if len(waits) <= n_active:  # a thread of a queue is not blocked, and may cause what the other ranks wait for
             waits = []
-        ended = not n_active and any(call.what == EXIT for calls in in_use if (call := calls.current))
+        ended = not n_active and any(call.what == EXIT for _, call in self._blocked())
         counts = {calls.name: calls.count for calls in in_use}
         return RankState(self._location(), self._line(), ended, counts, sum(c.sending for c in in_use), waits)
 
@@ -161,12 +157,9 @@ class Watchdog:
     def _location(self) -> str:
         """Describe the call that this rank is blocked in, and the current line of the user's code."""
         line = self._line()
-        for calls in self._in_use():
-            call = calls.current
-            if call is not None:
-                whom = f" with {calls.peer_name(call.peer)}" if call.peer >= 0 and call.peer != calls.rank else ""
-                waited_s = time.perf_counter() - call.since
-                return f"{calls.describe(call)}{whom} for {waited_s:.1f} s, at {line}"
+        for calls, call in self._blocked():
+            whom = f" with {calls.peer_name(call.peer)}" if call.peer >= 0 and call.peer != calls.rank else ""
+            return f"{calls.describe(call)}{whom} for {time.perf_counter() - call.since:.1f} s, at {line}"
         return f"not in a call of hpcdist; at {line}"
 
     def find_all(self) -> dict[int, RankLocation]:

@@ -204,15 +204,19 @@ class OneSided:
     The memory already belongs to a shared window, and MPI (4.1, 12.2.1) does not specify concurrent calls on two
     windows over the same memory. Reads and writes of disjoint elements, which is all that is done here, work on every
     tested library; accumulates and atomics use only the shared window.
+
+    Args:
+        helped: start that thread.
     """
 
-    def __init__(self, comm: Any, local: Tensor):
+    def __init__(self, comm: Any, local: Tensor, *, helped: bool = True):
         self._comm = comm
         memory = memory_at(local.data_ptr(), local.nbytes) if local.nbytes else None
         self._win = MPI.Win.Create(memory, local.itemsize, comm=comm.mpi)
         self._win.Lock_all()
         self._progress = ExitStack()
-        self._progress.enter_context(comm.process.progress.running())
+        if helped:
+            self._progress.enter_context(comm.process.progress.running())
 
     def get(self, out: Tensor, rank: int, offset: int) -> None:
         self._comm.calls.communicate("window get", rank, self._complete, self._win.Get, out, rank, offset)

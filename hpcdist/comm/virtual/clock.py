@@ -304,7 +304,7 @@ class VirtualClock:
     def _check_watched_memory(self, me: VirtualRank) -> None:
         """Wake ranks that wait for a change of this rank's memory, which its code changes without a call."""
         for memory in tuple(me.watched):
-            memory.check_all()
+            memory.changed()
 
     # --- messages -------------------------------------------------------------------------------------------------
     def _report(self) -> str:

@@ -66,8 +66,13 @@ class Gathering:
                 for member in range(len(self.ranks)):  # in rank order, not in order of arrival
                     self._clock.wake(waiting[member], self._clock.now_s + duration_s)
 
-        self._clock.block(me, _Missing(self), deadline_s, start)
+        self._clock.block(me, self, deadline_s, start)
         return results[rank]
+
+    def __str__(self) -> str:
+        """Describe the call in progress and the missing ranks, for messages of ranks that wait."""
+        missing = [str(m.rank) for r, m in enumerate(self.ranks) if r not in self.inputs]
+        return f"{self.call}: rank{'s' * (len(missing) > 1)} {', '.join(missing)} missing"
 
     def _disagreement(self, rank: int, call: str) -> str:
         first = self.ranks[next(iter(self.inputs))]
@@ -77,17 +82,6 @@ class Gathering:
             f"{self._clock.where(first)}, and {call} on rank {me.rank}, {self._clock.where(me)}. "
             "Make the same calls in the same order, with the same lengths and dtypes, on every rank."
         )
-
-
-class _Missing:
-    """A description of the missing ranks, computed when it is printed."""
-
-    def __init__(self, gathering: Gathering):
-        self._gathering = gathering
-
-    def __str__(self) -> str:
-        missing = [str(m.rank) for r, m in enumerate(self._gathering.ranks) if r not in self._gathering.inputs]
-        return f"{self._gathering.call}: rank{'s' * (len(missing) > 1)} {', '.join(missing)} missing"
 
 
 def sum_in_rank_order(tensors: list[Tensor]) -> Tensor:

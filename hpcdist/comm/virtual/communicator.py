@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -11,11 +11,9 @@ from torch import Tensor
 
 from hpcdist.comm.capabilities import Failures, Platform, Trace
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.messages import Messages, check_graph
 from hpcdist.comm.transfer import (
     ANY,
     Envelope,
-    Neighbourhood,
     Request,
     Traffic,
     addable,
@@ -78,9 +76,11 @@ class VirtualCommunicator(Communicator):
         check_source_and_tag(source, tag, self.size)
         arrivals, awaited = self._member.arrivals, self._member.describe(source, tag)
         with self._member.counted("waiting_s"):
-            if block:
-                arrivals.await_message(source, tag, awaited, self.failures.deadline_s)
-            elif arrivals.find(source, tag) is None:
+            if arrivals.find(source, tag) is not None:
+                pass
+            elif block:
+                arrivals.block((source, tag), awaited, self.failures.deadline_s)
+            else:
                 self.clock.poll(self._member.me, (self, source, tag), awaited)
         message = arrivals.find(source, tag)
         return None if message is None else Envelope(message.source, message.tag, message.data.nbytes)
@@ -143,11 +143,6 @@ class VirtualCommunicator(Communicator):
             return None
         group, rank = result
         return VirtualCommunicator(group, rank, self.failures.deadline_s, traffic)
-
-    def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
-        check_graph(self, sources, destinations)
-        channel = self.split(0, traffic=self._traffic)  # no other messages are sent on it
-        return Messages(channel, sources, destinations, owned=True)
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         return self.memory.window(count, dtype)
@@ -227,8 +222,9 @@ class ReceiveRequest(Request):
 
     def wait(self) -> None:
         self._member.enter()
-        with self._member.counted("communicating_s"):
-            self._arrivals.await_receive(self._posted, self._awaits(), self._member.failures.deadline_s)
+        if self._posted.message is None:
+            with self._member.counted("communicating_s"):
+                self._arrivals.block(self._posted, self._awaits(), self._member.failures.deadline_s)
         self._copy()
 
     def _awaits(self) -> str:

@@ -132,12 +132,13 @@ class Message:
         return source in (ANY, self.source) and tag in (ANY, self.tag)
 
 
+@dataclass(eq=False)
 class Receive:
     """A posted receive, and its message after arrival."""
 
-    def __init__(self, source: int, tag: int):
-        self.source, self.tag = source, tag
-        self.message: Message | None = None
+    source: int
+    tag: int
+    message: Message | None = None
 
 
 class Arrivals:
@@ -168,17 +169,8 @@ class Arrivals:
     def find(self, source: int, tag: int) -> Message | None:
         return next((message for message in self._arrived if message.fits(source, tag)), None)
 
-    def await_message(self, source: int, tag: int, awaits: str, deadline_s: float) -> None:
-        """Block until a matching message has arrived, without receiving it."""
-        if self.find(source, tag) is None:
-            self._block((source, tag), awaits, deadline_s)
-
-    def await_receive(self, receive: Receive, awaits: str, deadline_s: float) -> None:
-        """Block until a receive has its message."""
-        if receive.message is None:
-            self._block(receive, awaits, deadline_s)
-
-    def _block(self, awaited: Receive | tuple[int, int], awaits: str, deadline_s: float) -> None:
+    def block(self, awaited: Receive | tuple[int, int], awaits: str, deadline_s: float) -> None:
+        """Block until a posted receive has its message, or a message with this (source, tag) has arrived."""
         self._awaited, self._waiting = awaited, self._clock.running(self._owner)
         try:
             self._clock.block(self._waiting, awaits, deadline_s)

@@ -15,6 +15,7 @@ equal length is torn, so tests detect code that relies on consistent reads. A tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
@@ -25,7 +26,7 @@ from hpcdist.comm.transfer import addable, check_flat
 from hpcdist.comm.virtual.clock import VirtualRank
 from hpcdist.comm.virtual.group import Member
 from hpcdist.comm.virtual.network import Path
-from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count, refuse_attached
+from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count
 
 
 class Exposed:
@@ -35,16 +36,11 @@ class Exposed:
         self.tensor, self.owner = tensor.detach(), owner
         self._waiters: list[Waiter] = []
 
-    def changed(self, first: int, stop: int) -> None:
-        """Wake waiters whose predicate is now true; elements [first, stop) may have changed."""
+    def changed(self, first: float = -math.inf, stop: float = math.inf) -> None:
+        """Wake waiters whose predicate is now true; elements [first, stop), by default any, may have changed."""
         for waiter in tuple(self._waiters):
             if waiter.first < stop and first < waiter.stop:
                 waiter.check()
-
-    def check_all(self) -> None:
-        """Wake waiters whose predicate is now true; any element may have changed."""
-        for waiter in tuple(self._waiters):
-            waiter.check()
 
     def watch(self, waiter: Waiter) -> None:
         """Add a waiter; wake it immediately if its predicate is true."""
@@ -195,8 +191,6 @@ class VirtualWindow(VirtualMemory, Window):
 
 class VirtualAttached(VirtualMemory):
     """Existing tensors of virtual ranks, attached for get and put."""
-
-    accumulate = fetch_add = compare_and_swap = wait = refuse_attached
 
     def close(self) -> None:
         self._member.enter()

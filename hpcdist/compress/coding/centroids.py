@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -49,6 +49,23 @@ def _fractions(values: np.ndarray, largest: float) -> Iterator[tuple[slice, np.n
     work = np.empty(min(CACHED, len(values)))
     for chunk in slices(len(values)):
         yield chunk, np.divide(values[chunk], largest, out=work[: chunk.stop - chunk.start], dtype=np.float64)
+
+
+def encode_parts(values: np.ndarray, parts: Sequence[slice], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Quantise each part of `values`, and overwrite it with the error; return the coded bins, and the parts' means."""
+    codes, means = np.empty(len(values), np.int32), np.empty((len(parts), count), np.float32)
+    for part, part_means in zip(parts, means, strict=True):
+        codes[part], part_means[:] = quantise(values[part], count)
+        values[part] -= part_means.astype(values.dtype)[codes[part]]
+    return encode_codes(codes, count), means.reshape(-1)
+
+
+def add_parts(coded: np.ndarray, means: np.ndarray, parts: Sequence[slice], out: np.ndarray, weight: float) -> None:
+    """Decode the result of `encode_parts`, and add `weight` times the values to `out`."""
+    table = means.reshape(len(parts), -1).astype(out.dtype)
+    codes = decode_codes(coded, table.shape[1])
+    for part, part_means in zip(parts, table, strict=True):
+        out[part] += weight * part_means[codes[part]]
 
 
 def encode_codes(codes: np.ndarray, count: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.none import Uncompressed
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.errors import UnknownNameError
 from hpcdist.model.flat import zeroed
 from hpcdist.registry import catalogue

@@ -1,9 +1,10 @@
-"""Sum compressed tensors over the ranks."""
+"""Sum compressed tensors over the ranks, or average them with compression in both directions."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -15,7 +16,8 @@ from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator, Envelope, Request
 from hpcdist.comm.transfer import WIDE
 from hpcdist.compress.base import Linear, Recoded, Span
-from hpcdist.compress.coding.feedback import CompressionConfig, Used, only_used
+from hpcdist.compress.coding.feedback import CompressionConfig, Feedback, Used, only_used
+from hpcdist.errors import ConfigError
 
 TAG = 1 << 14  # strategies and collectives use smaller tags
 
@@ -50,6 +52,7 @@ class Reduction:
         self._comm, self._config, self._over_senders = comm, config, over_senders
         self.feedbacks = config.feedbacks(comm, templates, spans)
         residuals = [feedback.residual for feedback in self.feedbacks]
+        # Memory for the sums; None: the tensor's, if its dtype and device are those of the residual.
         self._sums = [
             None if (flat.dtype, flat.device) == (residual.dtype, residual.device) else torch.empty_like(residual)
             for flat, residual in zip(templates, residuals, strict=True)
@@ -65,26 +68,23 @@ class Reduction:
         The divisor is the number of ranks that have sent, or 1 where elements are means already (`over_senders`).
         """
         self.calls += 1
+        warming, size = self.calls <= self._config.warmup_steps, self._comm.size
+        senders = min(self._config.warmup_ranks or size, size) if warming else size
+        outs = [tensor if out is None else out for tensor, out in zip(tensors, self._sums, strict=True)]
         with only_used(self.feedbacks, used):
-            return self._sum(tensors)
-
-    def _sum(self, tensors: Sequence[Tensor]) -> int:
-        config = self._config
-        senders = self._comm.size
-        if self.calls <= config.warmup_steps and config.warmup_ranks is None:
-            for tensor, feedback in zip(tensors, self.feedbacks, strict=True):
-                feedback.add_residual_(tensor)
-                self._allreduce(tensor)
-            return senders
-        if self.calls <= config.warmup_steps and config.warmup_ranks is not None:
-            senders = min(config.warmup_ranks, senders)
-        if isinstance(self.feedbacks[0].compressor, (Linear, Recoded)):
-            self._reduce(tensors, senders)
-        else:
-            self._gather(tensors, senders)
-            if self._over_senders:
-                return 1
-        return senders
+            if warming and self._config.warmup_ranks is None:
+                for tensor, feedback in zip(tensors, self.feedbacks, strict=True):
+                    feedback.add_residual_(tensor)
+                    self._allreduce(tensor)
+                return size
+            if isinstance(self.feedbacks[0].compressor, (Linear, Recoded)):
+                self._reduce(tensors, outs, senders)
+            else:
+                self._gather(tensors, outs, senders)
+        for tensor, out in zip(tensors, outs, strict=True):
+            if out is not tensor:
+                tensor.copy_(out)
+        return 1 if self._over_senders else senders
 
     def mean(self, tensors: Sequence[Tensor], used: Used = None) -> None:
         """Collective. Replace the tensors by their means over the ranks that have sent."""
@@ -95,21 +95,18 @@ class Reduction:
             if total is not tensor:
                 tensor.copy_(total)
 
-    def _reduce(self, tensors: Sequence[Tensor], senders: int) -> None:
+    def _reduce(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], senders: int) -> None:
         idle = self._comm.rank >= senders  # in a warm-up only some ranks send
-        for tensor, feedback, out in zip(tensors, self.feedbacks, self._outs(tensors), strict=True):
+        for tensor, feedback, out in zip(tensors, self.feedbacks, outs, strict=True):
             compressor, residual = feedback.compressor, feedback.to_send(tensor.zero_() if idle else tensor)
             if isinstance(compressor, Linear):
                 compressor.reduce(residual, out, self._comm.size, self._allreduce)
             elif isinstance(compressor, Recoded):
                 recode(self._comm, compressor, residual, out, senders)
-            if out is not tensor:
-                tensor.copy_(out)
 
-    def _gather(self, tensors: Sequence[Tensor], senders: int) -> None:
+    def _gather(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], senders: int) -> None:
         idle = self._comm.rank >= senders  # in a warm-up only some ranks send
         messages = [] if idle else [f.encode(tensor) for f, tensor in zip(self.feedbacks, tensors, strict=True)]
-        outs = self._outs(tensors)
         for out in (*outs, *self._counts):
             out.zero_()
         for messages_of_rank in gather(self._comm, messages, len(tensors), range(senders)):
@@ -120,17 +117,115 @@ class Reduction:
         for total, counts in zip(outs, self._counts):
             for out, count in alongside(total, counts):
                 out.div_(count.clamp_(min=1))
-        for tensor, out in zip(tensors, outs, strict=True):
-            if out is not tensor:
-                tensor.copy_(out)
-
-    def _outs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the memory for each sum: the tensor, or a work tensor if its dtype or device differs."""
-        return [tensor if out is None else out for tensor, out in zip(tensors, self._sums, strict=True)]
 
     def close(self) -> None:
         """Collective. Release the all-reduce."""
         self._allreduce.close()
+
+
+class TwoWayMean:
+    """Averages flat tensors over the ranks of `comm`; each rank averages one chunk of a tensor for all ranks.
+
+    A rank encodes every chunk, with its residual from earlier messages, and sends it to the chunk's owner. The owner
+    adds the messages in rank order, and encodes their mean, with the residual of earlier means. All ranks decode the
+    same bits. Any compressor works, because each chunk has one at both ends.
+
+    Bytes sent per rank: 2m(p − 1)/p for messages of m bytes in total on p ranks; a parameter that is split between
+    chunks has two of a compressor's scales. Memory: a residual as long as the tensors, and one of 1/p of that length.
+
+    Args:
+        comm: used only during a call, with one tag.
+        config: the compressor.
+        templates: flat tensors with the lengths and dtypes to average, on any device. They are encoded on the host.
+        spans: the parameters in each tensor.
+
+    Attributes:
+        residuals: for each tensor, the error feedback of this rank's messages.
+        mean_residuals: for each tensor, the error feedback of the means of this rank's chunk.
+        ranges: elements of each tensor in this rank's chunk.
+
+    Raises:
+        ConfigError: `config` has a warm-up.
+
+    Reference: Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu, "DoubleSqueeze: parallel stochastic gradient
+    descent with double-pass error-compensated compression", 2019.
+    """
+
+    def __init__(
+        self, comm: Communicator, config: CompressionConfig, templates: Sequence[Tensor],
+        spans: Sequence[Sequence[Span]],
+    ):  # fmt: skip
+        if config.warmup_steps or config.warmup_ranks is not None:
+            raise ConfigError(
+                "strategy.compression.warmup_steps and warmup_ranks must be omitted where means are compressed in "
+                f"both directions; got {config.warmup_steps} and {config.warmup_ranks}. The strategy has its own "
+                "warm-up."
+            )
+        self._comm = comm
+        self.residuals: list[Tensor] = []
+        self.mean_residuals: list[Tensor] = []
+        self.ranges: list[tuple[int, int]] = []
+        # By tensor: its chunks, the feedback of the messages for each chunk, and of the means of this rank's chunk.
+        self._ends: list[tuple[list[slice], list[Feedback], Feedback]] = []
+        for number, (flat, flat_spans) in enumerate(zip(templates, spans, strict=True)):
+            chunks = [slice(*pair) for pair in itertools.pairwise(bounds(flat.numel(), comm.size))]
+            stream = number * comm.size + comm.rank
+            local_chunk = chunks[comm.rank]
+
+            def create_feedback(chunk: slice, residual: Tensor | None = None) -> Feedback:
+                compressor = config.create(chunk.stop - chunk.start, _within(flat_spans, chunk), stream)
+                return Feedback(compressor, flat[chunk], config.error_feedback, residual)
+
+            residuals = torch.zeros(flat.numel(), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
+            sent, back = [create_feedback(chunk, residuals[chunk]) for chunk in chunks], create_feedback(local_chunk)
+            self._ends.append((chunks, sent, back))
+            self.residuals.append(residuals)
+            self.mean_residuals.append(back.residual)
+            self.ranges.append((local_chunk.start, local_chunk.stop))
+
+    def __call__(self, tensors: Sequence[Tensor], used: Used = None) -> None:
+        """Collective. Replace the tensors by their means over the ranks, bitwise equal on all ranks."""
+        for tensor, (chunks, sent, back) in zip(tensors, self._ends, strict=True):
+            with only_used([*sent, back], used):
+                self._average(tensor, chunks, sent, back)
+
+    def _average(self, tensor: Tensor, chunks: list[slice], sent: list[Feedback], back: Feedback) -> None:
+        comm = self._comm
+        arrived = {comm.rank: sent[comm.rank].encode(tensor[chunks[comm.rank]])}
+        arrived |= exchange(comm, lambda dest: sent[dest].encode(tensor[chunks[dest]]))
+        decoder = sent[comm.rank]
+        reuses_tensor = tensor.dtype == back.residual.dtype and tensor.is_cpu  # its memory is free: all is encoded
+        total = tensor[chunks[comm.rank]].zero_() if reuses_tensor else torch.zeros_like(back.residual)
+        for source in range(comm.size):
+            decoder.compressor.add(arrived[source], total)
+        message = back.encode(total.div_(comm.size))
+        arrived = {comm.rank: message, **dict(exchange(comm, lambda _: message))}
+        for source, chunk in enumerate(chunks):
+            mean = tensor[chunk] if reuses_tensor else torch.empty(chunk.stop - chunk.start, dtype=back.residual.dtype)
+            sent[source].compressor.decode(arrived[source], mean)
+            if not reuses_tensor:
+                tensor[chunk] = mean.to(tensor)
+
+    def coders(self) -> list[list[dict]]:
+        """Return the compressors' state, for a checkpoint."""
+        return [[feedback.compressor.state_dict() for feedback in (*sent, back)] for _, sent, back in self._ends]
+
+    def load_coders(self, saved: Sequence[Sequence[dict]]) -> None:
+        """Restore the result of `coders`."""
+        for (_, sent, back), states in zip(self._ends, saved):
+            for feedback, state in zip((*sent, back), states):
+                feedback.compressor.load_state_dict(state)
+
+
+def _within(spans: Sequence[Span], chunk: slice) -> list[Span]:
+    """Return the spans of the parameters in a chunk, relative to its start; a split parameter becomes a vector."""
+    parts = []
+    for span in spans:
+        start, stop = max(span.start, chunk.start), min(span.stop, chunk.stop)
+        if start < stop:
+            shape = span.shape if (start, stop) == (span.start, span.stop) else (stop - start,)
+            parts.append(replace(span, start=start - chunk.start, stop=stop - chunk.start, shape=shape))
+    return parts
 
 
 # --- algorithms to sum messages ---------------------------------------------------------------------------------------
@@ -150,29 +245,47 @@ def recode(comm: Communicator, compressor: Recoded, tensor: Tensor, out: Tensor,
     communication efficient and fault tolerant", 2019; Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu,
     "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression", 2019.
     """
-    cuts = bounds(tensor.numel(), comm.size)
-    chunks = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
-    local_chunk = chunks[comm.rank]
-    ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # ranks start with different peers
-    sends = [_send(comm, compressor.share(tensor[chunks[dest]], comm.size), dest) for dest in ahead]
-    local = tensor[local_chunk]
+    chunks = [slice(*pair) for pair in itertools.pairwise(bounds(tensor.numel(), comm.size))]
+    arrivals = exchange(comm, lambda dest: compressor.share(tensor[chunks[dest]], comm.size))
+    local = tensor[chunks[comm.rank]]
     total = compressor.start_sum(local, comm.size)
-    for source in reversed(ahead):
-        compressor.add(receive(comm, source), total)
-    message = compressor.combine(total, senders)
+    for _, message in arrivals:
+        compressor.add(message, total)
+    combined = compressor.combine(total, senders)
     if total is not local:
         local.add_(total)  # the errors of the message and of the sum
-    sends += [_send(comm, message, dest) for dest in ahead]
-    compressor.decode(message, out[local_chunk])
-    for source in reversed(ahead):
-        compressor.decode(receive(comm, source), out[chunks[source]])
-    for request, _ in sends:
-        request.wait()
+    arrivals = exchange(comm, lambda _: combined)
+    compressor.decode(combined, out[chunks[comm.rank]])
+    for source, message in arrivals:
+        compressor.decode(message, out[chunks[source]])
 
 
-def _send(comm: Communicator, message: Tensor, dest: int) -> tuple[Request, Tensor]:
-    """Start sending; return the request, and the message, to be kept until the request completes."""
-    return comm.isend(message, dest, TAG), message
+def exchange(
+    comm: Communicator, message_to: Callable[[int], Tensor] | None, sources: Container[int] | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Collective. Send `message_to(dest)` to every other rank; return an iterator over (source, message received).
+
+    Messages are sent before this function returns. The iterator must be exhausted: it receives, and completes sends.
+
+    Args:
+        message_to: None: this rank sends nothing.
+        sources: the ranks that send; None: all.
+    """
+    ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # ranks start with different peers
+    sends: list[tuple[Request, Tensor]] = []  # a message must be kept until its request completes
+    if message_to is not None:
+        for dest in ahead:
+            message = message_to(dest)
+            sends.append((comm.isend(message, dest, TAG), message))
+
+    def arrive() -> Iterator[tuple[int, Tensor]]:
+        for source in reversed(ahead):
+            if sources is None or source in sources:
+                yield source, receive(comm, source)
+        for request, _ in sends:
+            request.wait()
+
+    return arrive()
 
 
 def receive(comm: Communicator, source: int) -> Tensor:
@@ -201,16 +314,6 @@ def gather(comm: Communicator, messages: Sequence[Tensor], count: int, senders: 
 
     Bytes sent by a sender: p − 1 times its messages, and 4 for each message but the last. Receivers probe for lengths.
     """
-    joined = {}
-    sends = []
-    if comm.rank in senders:
-        joined[comm.rank] = join_messages(messages)
-        others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # ranks start with different peers
-        sends = [comm.isend(joined[comm.rank], dest, TAG) for dest in others]
-    for step in range(1, comm.size):
-        source = (comm.rank - step) % comm.size
-        if source in senders:
-            joined[source] = receive(comm, source)
-    for send in sends:
-        send.wait()
+    local = join_messages(messages) if comm.rank in senders else torch.empty(0)
+    joined = dict(exchange(comm, (lambda _: local) if comm.rank in senders else None, senders)) | {comm.rank: local}
     return [split_message(joined[source], count) for source in senders]

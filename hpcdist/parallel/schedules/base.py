@@ -47,19 +47,12 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"  # of a rank's stages in a drawing
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of a table.
+    """The times of a table."""
 
-    Args:
-        makespan_s: from the start of the first operation to the end of the last one.
-        bubbles: for each rank, the idle share of that time.
-        peaks: for each rank, the largest number of micro-batches in its stages whose activations it keeps at a time.
-        spans_s: start and end of each operation, by rank.
-    """
-
-    makespan_s: float
-    bubbles: list[float]
-    peaks: list[int]
-    spans_s: list[list[tuple[float, float]]]
+    makespan_s: float  # from the start of the first operation to the end of the last one
+    bubbles: list[float]  # by rank: the idle share of that time
+    peaks: list[int]  # by rank: the largest number of micro-batches in its stages whose activations it keeps at a time
+    spans_s: list[list[tuple[float, float]]]  # by rank: start and end of each operation
 
     @property
     def bubble(self) -> float:
@@ -171,25 +164,18 @@ def _arrival(
     return latest
 
 
-def peak(operations: Sequence[Operation], size: Callable[[int], int] = lambda stage: 1) -> int:
+def peak(
+    operations: Sequence[Operation], size: Callable[[int], int] = lambda stage: 1, *, recomputed: bool = False
+) -> int:
     """Return the peak of what a rank keeps for its backward passes: the sum of `size(stage)` over kept micro-batches.
 
-    A micro-batch is kept from its forward pass to the end of B or W.
+    A micro-batch is kept from its forward pass to the end of B or W; if it is `recomputed`, from the start of B or I.
     """
     kept = highest = 0
     for operation in operations:
-        kept += {"F": 1, "I": 0}.get(operation.kind, -1) * size(operation.stage)
+        kept += (operation.kind in ("BI" if recomputed else "F")) * size(operation.stage)
         highest = max(highest, kept)
-    return highest
-
-
-def recomputed_peak(operations: Sequence[Operation], size: Callable[[int], int] = lambda stage: 1) -> int:
-    """Return the peak of recomputed activations on a rank, which are kept during B, or from I to the end of W."""
-    kept = highest = 0
-    for operation in operations:
-        kept += {"B": 1, "I": 1}.get(operation.kind, 0) * size(operation.stage)
-        highest = max(highest, kept)
-        kept -= {"B": 1, "W": 1}.get(operation.kind, 0) * size(operation.stage)
+        kept -= (operation.kind in "BW") * size(operation.stage)
     return highest
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.chunks import alongside
-from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.comm.messages import Messages
-from hpcdist.config import Named
+from hpcdist.comm.communicator import Communicator, Neighbourhood, Request
+from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import groups
@@ -71,7 +70,7 @@ class Mixing:
     def start(self, tensors: Sequence[Tensor], step: int) -> None:
         """Collective. Start sending flat `tensors` to the neighbours of `step`; they must not change until `finish`."""
         sources, destinations = self._peers(step)
-        exchange = self._static or Messages(self._comm, sources, destinations)
+        exchange = self._static or Neighbourhood(self._comm, sources, destinations)
         lengths = [len(sources) * tensor.numel() for tensor in tensors]
         types = [tensor.dtype for tensor in tensors]
         if lengths != [r.numel() for r in self._received] or types != [r.dtype for r in self._received]:

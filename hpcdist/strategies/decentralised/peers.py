@@ -8,6 +8,7 @@ when all ranks shrink the group.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -23,7 +24,8 @@ from hpcdist.comm.transfer import WIDE
 from hpcdist.compress import CompressionConfig
 from hpcdist.compress.fp16 import Cast
 from hpcdist.errors import ConfigError, RankFailedError
-from hpcdist.strategies.base import Strategy
+from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.records import Recorder
 from hpcdist.strategies.common.state import State
 
@@ -39,6 +41,10 @@ class SamplingConfig(PeersConfig):
     """Options of strategies that sample random ranks."""
 
     seed: int = Field(0, ge=0, description="seed of the random choice of peers, sampled from (seed, rank)")
+
+    def generator(self, comm: Communicator, state: State) -> torch.Generator:
+        """Create this rank's generator, which checkpoints save."""
+        return state.rng("peers", self.seed * 1_000_003 + comm.rank)
 
 
 class WireConfig(Strategy.Config):
@@ -62,22 +68,6 @@ class WireConfig(Strategy.Config):
                 f"in half precision; got {chosen.warmup_steps} and {chosen.error_feedback}. Leave them out."
             )
         return self
-
-
-class MixingConfig(WireConfig, PeersConfig):
-    """Options of strategies that average parameters with random ranks.
-
-    Steps count from 1. With `order = "before"` the gradient is computed at the parameters before averaging, as in
-    D-PSGD; the local optimiser then steps from the averaged parameters.
-    """
-
-    interval: int = Field(1, ge=1, description="steps between averages")
-    order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
-    include_self: bool = Field(True, description="a rank may choose itself, as in the paper: then it does not average")
-
-    def mixes(self, step: int, order: str) -> bool:
-        """Return whether to average in this step at this time, `order` = "before" or "after" the local step."""
-        return order == self.order and step % self.interval == 0
 
 
 class Peers:
@@ -149,6 +139,47 @@ class Wire:
         return self._packed or params
 
 
+class Gossip(Strategy):
+    """Base of strategies that average parameters with random ranks, before or after the local step.
+
+    With `order = "before"` the gradient is computed at the parameters before averaging, as in D-PSGD; the local
+    optimiser then steps from the averaged parameters.
+    """
+
+    class Config(WireConfig, PeersConfig):
+        """Options of strategies that average parameters with random ranks."""
+
+        interval: int = Field(1, ge=1, description="steps between averages")
+        order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
+        include_self: bool = Field(
+            True, description="a rank may choose itself, as in the paper: then it does not average"
+        )
+
+    config: Config
+
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
+        super().__init__(config, comm, model, **kwargs)
+        self.peers = Peers(comm, self.records)
+        self.wire = Wire(config.compression, model.params, self.state)
+
+    @abc.abstractmethod
+    def mix(self, due: bool) -> None:
+        """Average with other ranks; `due`: this step is one in `interval`."""
+
+    def local_step(self, update: Update) -> Outcome:
+        """Run the local optimiser."""
+        return self.gradients.step_alone(update)
+
+    def advance(self, update: Update) -> Outcome:
+        due = (self.steps + 1) % self.config.interval == 0
+        if self.config.order == "before":
+            self.mix(due)
+        outcome = self.local_step(update)
+        if self.config.order == "after":
+            self.mix(due)
+        return outcome
+
+
 def average_in(local: Sequence[Tensor], received: Sequence[Tensor], count: int, weight: int) -> None:
     """Set `local` to (weight · local + received)/(weight + count), a mean with the parameters of `count` other ranks.
 
@@ -165,34 +196,27 @@ def average_in(local: Sequence[Tensor], received: Sequence[Tensor], count: int, 
 
 
 class PeerSampler:
-    """Samples peers at random. Each rank has a separate generator, which checkpoints save."""
-
-    def __init__(self, comm: Communicator, peers: Peers, state: State, seed: int):
-        self._rank, self._peers = comm.rank, peers
-        self.generator = state.rng("peers", seed * 1_000_003 + comm.rank)
-
-    def sample(self, count: int = 1, *, include_self: bool = True) -> list[int]:
-        """Sample `count` distinct ranks uniformly from the surviving ranks; return all if there are fewer.
-
-        Args:
-            include_self: this rank may be sampled.
-        """
-        candidates = [rank for rank in self._peers.present if include_self or rank != self._rank]
-        return [
-            candidates.pop(int(torch.randint(len(candidates), (), generator=self.generator)))
-            for _ in range(min(count, len(candidates)))
-        ]
-
-
-def check_count(comm: Communicator, name: str, count: int, *, include_self: bool) -> None:
-    """Check that there are `count` ranks to sample; a single rank accepts any count.
+    """Samples peers at random, as many as the option named `option` says.
 
     Raises:
-        ConfigError: `count`, the value of option `name`, is too large.
+        ConfigError: there are fewer ranks; a single rank accepts any number.
     """
-    max_count = comm.size - (not include_self)
-    if comm.size > 1 and count > max_count:
-        raise ConfigError(
-            f"strategy.{name} must be at most the number of ranks to draw from, {max_count}; got {count}. Draw fewer, "
-            "or start more ranks."
-        )
+
+    def __init__(self, comm: Communicator, peers: Peers, state: State, config: Any, option: str):
+        self._rank, self._peers, self._count = comm.rank, peers, getattr(config, option)
+        self._includes_self = config.include_self
+        max_count = comm.size - (not config.include_self)
+        if comm.size > 1 and self._count > max_count:
+            raise ConfigError(
+                f"strategy.{option} must be at most the number of ranks to draw from, {max_count}; got {self._count}. "
+                "Draw fewer, or start more ranks."
+            )
+        self.generator = config.generator(comm, state)
+
+    def sample(self) -> list[int]:
+        """Sample distinct ranks uniformly from the surviving ranks; return all if there are fewer."""
+        candidates = [rank for rank in self._peers.present if self._includes_self or rank != self._rank]
+        return [
+            candidates.pop(int(torch.randint(len(candidates), (), generator=self.generator)))
+            for _ in range(min(self._count, len(candidates)))
+        ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -17,45 +16,57 @@ from hpcdist.strategies.server.server import Server
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
 
 
-class ElasticConfig(ServerStrategy.Config):
-    """Options of elastic averaging."""
+class ElasticStrategy(ServerStrategy):
+    """Base of strategies whose workers and a centre on the servers pull each other."""
 
-    period: int = Field(4, ge=1, description="steps of a worker between two exchanges with the centre")
-    beta: float = Field(
-        0.9, ge=0, lt=2, description="p * a for p workers: strength of the pull between each worker and the centre"
+    class Config(ServerStrategy.Config):
+        """Options of elastic averaging."""
+
+        period: int = Field(4, ge=1, description="steps of a worker between two exchanges with the centre")
+        beta: float = Field(
+            0.9, ge=0, lt=2, description="p * a for p workers: strength of the pull between each worker and the centre"
+        )
+        synchronous: bool = Field(
+            False, description="all workers exchange at the same time; each waits for the slowest"
+        )
+
+        def optimizer_ranks(self, size: int) -> tuple[int, ...]:
+            return ()  # every worker has a local optimiser, and the centre has none
+
+    up, down = "values", "moves"
+    contract = replace(
+        ServerStrategy.contract, averages="parameters", updates="here", parameters="kept", consensus="elsewhere"
     )
-    synchronous: bool = Field(False, description="all workers exchange at the same time; each waits for the slowest")
+    steps_on_workers = True
+    config: Config
 
-    def optimizer_ranks(self, size: int) -> tuple[int, ...]:
-        return ()  # every worker has a local optimiser, and the centre has none
+    def make_worker(self) -> Worker:
+        return ElasticWorker(self)
 
-
-class Motion(abc.ABC):
-    """The rule by which a worker moves along its gradients, in addition to the centre's pull."""
-
-    @abc.abstractmethod
-    def position(self) -> Sequence[Tensor]:
-        """Return x, the position that the centre pulls: flat tensors like the model's parameters."""
-
-    @abc.abstractmethod
-    def step(self, update: Update) -> None:
-        """Take the worker's step on its gradient."""
+    def make_server(self) -> Server:
+        return Centre(self)
 
 
 class ElasticWorker(Worker):
     """Push x every `period` steps, and subtract the pull in the reply; the gradient step starts from the old x."""
 
-    def __init__(self, strategy: ServerStrategy, motion: Motion, period: int):
-        super().__init__(strategy)
-        self._motion, self._period = motion, period
+    strategy: ElasticStrategy
+
+    def position(self) -> Sequence[Tensor]:
+        """Return x, the position that the centre pulls: flat tensors like the model's parameters, or these."""
+        return self.model.params
+
+    def move(self, update: Update) -> None:
+        """Take the worker's step on its gradient, in addition to the centre's pull."""
+        update()
 
     def step(self, update: Update) -> Outcome:
         strategy = self.strategy
-        exchanges, waited_for = strategy.steps % self._period == 0, dict[int, float]()
+        exchanges, waited_for = strategy.steps % strategy.config.period == 0, dict[int, float]()
         if exchanges:
-            self.client.push(FETCH, tensors=self._motion.position(), **self.stamps())
+            self.client.push(FETCH, tensors=self.position(), **self.stamps())
             waited_for = self.client.wait().waited_for
-        outcome = strategy.gradients.step_alone(lambda: self._motion.step(update))
+        outcome = strategy.gradients.step_alone(lambda: self.move(update))
         if exchanges:
             self._apply_pull(self.channel.down.whole)
         return replace(outcome, waited_for=waited_for)
@@ -81,10 +92,10 @@ class Centre(Server):
     the next pull.
     """
 
-    def __init__(self, strategy: ServerStrategy, config: ElasticConfig):
-        super().__init__(strategy, strategy.replica, config.learner_deadline_s)
-        self._config, shard = config, strategy.placement.shard
-        self._strength = config.beta / len(strategy.roles.workers)  # a
+    def __init__(self, strategy: ElasticStrategy):
+        super().__init__(strategy)
+        self._config, shard = strategy.config, strategy.replica.shard
+        self._strength = strategy.config.beta / len(strategy.roles.workers)  # a
         self._centre = strategy.state.sharded(
             "centre", shard.of(strategy.model.params), start="parameters", resets=True, ranges=shard.ranges
         )
@@ -121,8 +132,3 @@ class Centre(Server):
             for known, pull in zip(request.tensors, sent, strict=True):
                 known.sub_(pull)
         return sent
-
-
-def tie_to_centre(strategy: ServerStrategy, config: ElasticConfig, motion: Callable[[], Motion]) -> None:
-    """Compose a strategy of workers with this motion and a centre on the servers."""
-    strategy.compose(lambda: ElasticWorker(strategy, motion(), config.period), lambda: Centre(strategy, config))

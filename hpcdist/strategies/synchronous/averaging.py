@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcdist.collectives.calls import Collectives, Work
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.base import OtherLibrary
-from hpcdist.config import Named
+from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel

@@ -11,12 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.collectives.calls import Collectives, Work
-from hpcdist.comm.communicator import Communicator, Traffic
+from hpcdist.collectives.calls import Work
+from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Reshard, first
 from hpcdist.strategies.synchronous.fragments import Fragment, split_layers
 
@@ -72,9 +71,7 @@ class Periodic(Strategy):
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self.alone = comm.size == 1
-        self.calls = Collectives(comm, Traffic())
-        self.records.count(self.calls.comm)
-        self.calls.algorithm(config.algorithm)
+        self.calls = self.open_calls(config.algorithm)
         self.average = partial(self.calls.all_reduce, op="mean", algorithm=config.algorithm)
         self.fragments = [] if self.alone else self.split_layers()
         channel, templates = self.calls.comm, [] if self.alone else model.params
@@ -99,7 +96,7 @@ class Periodic(Strategy):
         self.state.flags("used", self.gradients.used)
         self.used = self.state.flags("moving", torch.ones_like(self.gradients.used))  # on any rank, of `mean`
         self._compressed = [
-            Reduction(channel, config.compression, part.take(self.common), part.spans, over_senders=self.over_senders)
+            self.opened(Reduction(channel, config.compression, part.take(self.common), part.spans, self.over_senders))
             for part in (self.fragments if config.compression else ())
         ]
         if self._compressed:
@@ -134,7 +131,6 @@ class Periodic(Strategy):
         """Take a step of the period; by default a local step."""
         return self.gradients.step_alone(update)
 
-    # --- steps ----------------------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
         outcome = self.inner_step(update)
         if self.fragments:
@@ -207,7 +203,6 @@ class Periodic(Strategy):
             elif self.blend < 1:
                 local.mul_(self.blend).add_(x, alpha=1 - self.blend)
 
-    # --- state ----------------------------------------------------------------------------------------------------
     def _declare_in_flight(self, name: str, tensors: Sequence[Tensor], reshard: Reshard) -> list[Tensor]:
         """Declare tensors that are saved while fragments are in flight."""
         return self.state.sharded(name, tensors=tensors, start="any", reshard=reshard, saves=lambda: self.in_flight)
@@ -233,12 +228,6 @@ class Periodic(Strategy):
         self.in_flight.clear()
         super().reset_from_model()
         self.average(self.common)
-
-    def close(self) -> None:
-        self.calls.queue.close()
-        for reduction in self._compressed:
-            reduction.close()
-        self.calls.close()
 
 
 class OverlapConfig(Periodic.Config):

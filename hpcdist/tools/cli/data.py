@@ -34,7 +34,8 @@ def data_import(
 
     Example: hpcdist data import digits sklearn digits.h5 --test_fraction 0.1
     """
-    from hpcdist.config import checked_options, load
+    from hpcdist.config.merge import load
+    from hpcdist.config.settings import checked_options
     from hpcdist.data import describe, importers
 
     convert, settings = importers.load(name), [*(overrides or []), *_as_overrides(context.args)]

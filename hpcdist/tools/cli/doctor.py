@@ -44,9 +44,8 @@ def doctor(
     """
     from hpcdist.tools.doctor.base import Requirements
     from hpcdist.tools.doctor.examination import examine  # which imports MPI's part
-    from hpcdist.tools.doctor.report import ExaminationOptions
 
-    required = Requirements(ranks, folder, gpus, dict(os.environ))
-    status = examine(required, ExaminationOptions(spare, exclude_file, strict, json_path, limit_s))
-    if status:
+    if status := examine(
+        Requirements(ranks, folder, gpus, dict(os.environ), spare, exclude_file, strict, json_path, limit_s)
+    ):
         raise typer.Exit(status)

@@ -59,7 +59,7 @@ def topologies(name: Annotated[str | None, _name(completion.names("topologies"))
 
     Example: hpcdist topologies torus
     """
-    from hpcdist.config import options_of
+    from hpcdist.config.settings import options_of
 
     known = catalogue("topologies")
     if not _list_if_unnamed("topologies", known, name):
@@ -78,7 +78,7 @@ def datasets(name: Annotated[str | None, _name(completion.datasets)] = None) -> 
 
     Example: hpcdist datasets digits
     """
-    from hpcdist.config import meaning
+    from hpcdist.config.settings import meaning
     from hpcdist.data import importers
     from hpcdist.data.fetch import RELEASES
 
@@ -138,7 +138,8 @@ def topology(
 
     Example: hpcdist topology torus --ranks 16 --set rows=2 --output torus.svg
     """
-    from hpcdist.config import checked_options, load
+    from hpcdist.config.merge import load
+    from hpcdist.config.settings import checked_options
     from hpcdist.tools.topology import draw
 
     if ranks is None:
@@ -175,7 +176,7 @@ def _list_if_unnamed(command: str, known: Any, name: str | None) -> bool:
 
 def _show(cls: Any, name: str | None, prefix: str, *examples: str, more: str = "") -> None:
     """Print an algorithm's docstring, its options under the key `prefix`, its reference, and example commands."""
-    from hpcdist.config import describe, options_of
+    from hpcdist.config.settings import describe, options_of
 
     options = describe(cls.Config if hasattr(cls, "Config") else options_of(cls), prefix)
     console.algorithm(str(name), cls, options, examples, more)

@@ -38,4 +38,5 @@ def run(
 
     Example: hpcdist run -n 4 train.py --epochs 3
     """
-    start_script(script, ranks, os.environ, hosts=hosts, threads=threads, label=label, launcher=launcher)
+    status = start_script(script, ranks, os.environ, hosts=hosts, threads=threads, label=label, launcher=launcher)
+    raise typer.Exit(status)

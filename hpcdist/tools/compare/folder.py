@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpcdist.config import differences
+from hpcdist.config.merge import differences
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import replace_durably
 from hpcdist.records.files import checked

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import load
 from hpcdist.config.files import binds, load_function, neighbours
+from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, RunError
 from hpcdist.session.run import PlannedLoop
 from hpcdist.session.world import start_planned

@@ -12,14 +12,14 @@ from typing import Any
 from pandas import DataFrame
 
 from hpcdist.errors import ConfigError, UnknownNameError
-from hpcdist.records import load_summary, replace_durably
+from hpcdist.records import replace_durably
 from hpcdist.tools import console
 from hpcdist.tools.compare.experiment import Sweep
 from hpcdist.tools.compare.folder import require_same, write
 from hpcdist.tools.compare.plan import PlannedRun, groups, plan
 from hpcdist.tools.compare.run_all import ExperimentRuns, Runner, missing
 from hpcdist.tools.compare.trials import ETA, SweepTrial, Trials
-from hpcdist.tools.runs import SWEEP, is_done
+from hpcdist.tools.runs import SWEEP
 
 VERSION = 1
 SAMPLERS = ("tpe", "random", "grid")
@@ -46,8 +46,6 @@ class SweptRuns(ExperimentRuns):
         self.plan = plan(experiment, groups(experiment))  # without sampled settings
         super().__init__(experiment, folder)
         self.skipped, self._evaluations = self.trained.unknown, self.trained.evaluations
-        self._planned: dict[tuple[int, int], PlannedRun] = {}  # of started trials
-        self._trained: dict[str, int] = {}  # samples of finished runs, by folder
         self._require_prunable()
         self._require_values()
         require_same(folder, experiment)  # last: the error should name a wrong setting first
@@ -94,14 +92,9 @@ class SweptRuns(ExperimentRuns):
         for index, planned in enumerate(self.plan):  # trial by trial, each with all seeds
             if planned in remaining:
                 number, seed = divmod(index, self.experiment.seeds)
-                run = self._plan(number, seed, self._trials.start(number))
+                run = self._trials.run(number, seed, self._trials.start(number))
                 self._write_started()
                 yield run
-
-    def _plan(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
-        if (number, seed) not in self._planned:
-            self._planned[number, seed] = self._trials.run(number, seed, settings)
-        return self._planned[number, seed]
 
     # --- results ------------------------------------------------------------------------------------------------------
     def write(self) -> None:
@@ -112,9 +105,9 @@ class SweptRuns(ExperimentRuns):
     def _write_started(self) -> None:
         """Write `comparison.json` with the runs of started trials, and `sweep.json` with the state of all trials."""
         trials = self._trials.all()
-        started = {trial.number: trial.settings for trial in trials if trial.settings is not None}
         seeds = range(self.experiment.seeds)
-        runs = [self._plan(number, seed, settings) for number, settings in started.items() for seed in seeds]
+        started = [trial for trial in trials if trial.settings]
+        runs = [self._trials.run(trial.number, seed, trial.texts) for trial in started for seed in seeds]
         write(self.folder, self.experiment, higher_is_better=self.higher_is_better, groups=(), runs=runs)
         keys = ("job", "strategy", "ranks", "seeds", "metric", "sampler", "pruner")
         content = {
@@ -122,30 +115,10 @@ class SweptRuns(ExperimentRuns):
             **{key: getattr(self.experiment, key) for key in keys},
             "higher_is_better": self.higher_is_better,
             "space": [asdict(axis) for axis in self._trials.axes],
-            "trials": [self._entry(trial) for trial in trials],
+            "trials": [asdict(trial) for trial in trials],
         }
         text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         replace_durably(self.folder / SWEEP, text.encode())
-
-    def _entry(self, trial: SweepTrial) -> dict[str, Any]:
-        """Return a trial's entry in `sweep.json`."""
-        settings = dict(setting.split("=", 1) for setting in trial.settings or ())
-        folders = [run.folder for run in self._trials.planned_runs(trial.number)] if settings else []
-        value = trial.value if trial.value is not None and math.isfinite(trial.value) else None
-        return {
-            "number": trial.number,
-            "state": trial.state,
-            "settings": settings,
-            "value": value,
-            "samples": self._samples(folders[0]) if folders else None,
-            "folders": folders,
-        }
-
-    def _samples(self, run: str) -> int | None:
-        """Return the number of samples that a run has trained; None before it has finished."""
-        if run not in self._trained and is_done(self.folder / run):
-            self._trained[run] = load_summary(self.folder / run).samples
-        return self._trained.get(run)
 
     def show_table(self) -> None:
         console.rows(f"{self.experiment.job}: the best settings first", self.rows())
@@ -163,16 +136,15 @@ class SweptRuns(ExperimentRuns):
     def rows(self) -> list[dict[str, Any]]:
         """Return the table's rows, one per started trial: the best first, then pruned, running and failed ones."""
         order = ("complete", "cut", "running", "failed")
-        rows = []
-        for trial in self._trials.all():
-            if trial.settings is None:
-                continue
-            entry = self._entry(trial)
-            value = entry["value"] if trial.state in ("complete", "cut") else None
-            merit = math.inf if value is None else -value if self.higher_is_better else value
-            samples = entry["samples"] or 0
-            row = {"trial": trial.number, **entry["settings"], "samples": samples, self.experiment.metric: value}
-            row["state"] = trial.state
-            # Pruned trials: those that trained longest first.
-            rows.append(((order.index(trial.state), -trial.evaluations if trial.state == "cut" else 0, merit), row))
-        return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+
+        def sort_key(trial: SweepTrial) -> tuple[float, ...]:  # of cut trials, those that trained longest first
+            merit = math.inf if trial.value is None else -trial.value if self.higher_is_better else trial.value
+            return order.index(trial.state), -(trial.samples or 0) if trial.state == "cut" else 0, merit
+
+        trials = sorted((trial for trial in self._trials.all() if trial.settings), key=sort_key)
+        metric = self.experiment.metric
+        return [
+            {"trial": trial.number, **trial.settings, "samples": trial.samples or 0, metric: trial.value}
+            | {"state": trial.state}
+            for trial in trials
+        ]

@@ -10,6 +10,7 @@ hyperparameter optimization framework", 2019.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,24 +19,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
-from hpcdist.errors import ConfigError, require_packages
-from hpcdist.records import Summary, drop_partial_line, load_summary, locked, making, read_evaluations
+from hpcdist.config.job import JobConfig
+from hpcdist.errors import ConfigError, DataError, HpcdistError, require_packages
+from hpcdist.records import Summary, drop_partial_line, load_summary, locked, making, read_bounded, read_evaluations
+from hpcdist.records.files import Count, faults_of
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.plan import PlannedRun, mean_metric, plan, trial_group
 from hpcdist.tools.compare.script import ScriptCall
 from hpcdist.tools.compare.space import Axis, points, read_axis
-from hpcdist.tools.compare.study import JOURNAL, LOCK, STUDY, journal_errors, open_journal
 from hpcdist.tools.runs import FAILURE, is_done
 from hpcdist.train import runs
 
 if TYPE_CHECKING:
     import optuna
 
+JOURNAL = "optuna.log"
+LOCK = f"{JOURNAL}.lock"  # Optuna's lock while it appends
+STUDY = "sweep"  # the study's name in the journal
 CUT = "cut by the sweep's pruner"  # why a run ended before its budget
 ETA = 3  # `asha` continues the best third
 FIRST = 9  # pruners judge a run first after 1/9 of its evaluations
@@ -46,19 +52,30 @@ State = Literal["waiting", "running", "failed", "cut", "complete"]
 
 @dataclass(frozen=True)
 class SweepTrial:
-    """State of a trial.
+    """A trial, as `sweep.json` lists it.
 
     Attributes:
-        settings: KEY=VALUE; None before they are sampled.
+        settings: values by key; empty before they are sampled.
         value: the metric's mean over the trial's runs; of a pruned trial, from the last evaluation.
-        evaluations: number of evaluations reported to the pruner.
+        samples: of its first run, once that has ended.
+        folders: of its runs, in the sweep's folder; empty before the settings are sampled.
     """
 
-    number: int
+    number: Count
     state: State
-    settings: tuple[str, ...] | None
-    value: float | None
-    evaluations: int
+    settings: dict[str, str]
+    value: FiniteFloat | None
+    samples: Count | None
+    folders: list[str]
+
+    @property
+    def measured(self) -> float:
+        return math.nan if self.value is None else self.value
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return the settings as for `--set`."""
+        return tuple(f"{key}={value}" for key, value in self.settings.items())
 
 
 class Trials:
@@ -72,6 +89,8 @@ class Trials:
         require_packages("hpcdist sweep", "sweep", "optuna")
         self.output, self.sweep = output, sweep
         self.axes = [read_axis(text) for text in sweep.over]
+        self._planned: dict[tuple[int, int, tuple[str, ...]], PlannedRun] = {}
+        self._samples: dict[Path, int] = {}  # of finished runs
 
     def create(self, higher_is_better: bool, evaluations: int) -> None:
         """Create the study with all trials waiting; add missing trials to an existing study.
@@ -101,24 +120,22 @@ class Trials:
                 # study.ask() would start the first waiting trial, not this one.
                 study._storage.set_trial_state_values(frozen._trial_id, optuna.trial.TrialState.RUNNING)
             elif frozen.state.is_finished() or len(frozen.params) == len(self.axes):
-                return self._settings(frozen) or ()
+                return self._trial(frozen).texts
             trial = optuna.Trial(study, frozen._trial_id)
             for axis in self.axes:
                 _suggest(trial, axis)
-            return self._settings(trial) or ()
+            return self._trial(study.get_trials(deepcopy=False)[number]).texts
 
     def run(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
         """Plan a run of a trial with its sampled settings, which may change a job's batch size."""
-        group, job = trial_group(self.sweep, number, settings), Path(self.sweep.job)
-        if self.sweep.arguments is not None:
-            return group.run(self.sweep, seed)
-        with neighbours(job):
-            _, config = runs.specify(job, None, (*self.sweep.settings, *group.settings))
-        return replace(group, samples=step_samples(config, self.sweep.ranks)).run(self.sweep, seed)
-
-    def planned_runs(self, number: int) -> tuple[PlannedRun, ...]:
-        """Plan the runs of a trial, one per seed, without its sampled settings."""
-        return plan(self.sweep, [trial_group(self.sweep, number)])
+        if (number, seed, settings) not in self._planned:
+            group, job = trial_group(self.sweep, number, settings), Path(self.sweep.job)
+            if self.sweep.arguments is None:
+                with neighbours(job):
+                    _, config = runs.specify(job, None, (*self.sweep.settings, *group.settings))
+                group = replace(group, samples=step_samples(config, self.sweep.ranks))
+            self._planned[number, seed, settings] = group.run(self.sweep, seed)
+        return self._planned[number, seed, settings]
 
     def judge(self, number: int, run: Path) -> str | None:
         """Report a run's newest evaluation to the study; return the reason if the pruner stops the run here."""
@@ -141,11 +158,7 @@ class Trials:
         with self._locked():
             study = self._study(0)
             self._report_finished(study)
-            frozen = study.get_trials(deepcopy=False)
-            return [
-                SweepTrial(trial.number, self._state(trial), self._settings(trial), trial.value, trial.last_step or 0)
-                for trial in frozen
-            ]
+            return [self._trial(frozen) for frozen in study.get_trials(deepcopy=False)]
 
     # --- the study ----------------------------------------------------------------------------------------------------
     @cached_property
@@ -196,19 +209,68 @@ class Trials:
                 study.tell(frozen.number, value)
 
     def _folders(self, number: int) -> list[Path]:
-        return [self.output / run.folder for run in self.planned_runs(number)]
+        return [self.output / run.folder for run in plan(self.sweep, [trial_group(self.sweep, number)])]
 
-    def _settings(self, trial: Any) -> tuple[str, ...] | None:  # None: not sampled yet
-        if any(axis.key not in trial.params for axis in self.axes):
-            return None
-        return tuple(f"{axis.key}={axis.text(trial.params[axis.key])}" for axis in self.axes)
-
-    def _state(self, frozen: optuna.trial.FrozenTrial) -> State:
-        """Return a trial's state; it has failed if one of its runs has, though the study keeps it running."""
-        if frozen.state.name == "RUNNING":
-            return "failed" if any((path / FAILURE).exists() for path in self._folders(frozen.number)) else "running"
+    def _trial(self, frozen: optuna.trial.FrozenTrial) -> SweepTrial:
+        """Return a trial; it has failed if one of its runs has, though the study keeps it running."""
         states: dict[str, State] = {"WAITING": "waiting", "COMPLETE": "complete", "PRUNED": "cut", "FAIL": "failed"}
-        return states[frozen.state.name]
+        state, folders, settings = states.get(frozen.state.name, "running"), self._folders(frozen.number), {}
+        if state == "running" and any((path / FAILURE).exists() for path in folders):
+            state = "failed"
+        if all(axis.key in frozen.params for axis in self.axes):
+            settings = {axis.key: axis.text(frozen.params[axis.key]) for axis in self.axes}
+        if settings and folders[0] not in self._samples and is_done(folders[0]):
+            self._samples[folders[0]] = load_summary(folders[0]).samples
+        value = frozen.value if frozen.value is not None and math.isfinite(frozen.value) else None
+        listed = [str(path.relative_to(self.output)) for path in folders if settings]
+        return SweepTrial(frozen.number, state, settings, value, self._samples.get(folders[0]), listed)
+
+
+# --- Optuna's journal -------------------------------------------------------------------------------------------------
+class _Line(BaseModel):
+    """A line of the journal, checked more strictly than Optuna does, which ignores an id of a wrong type."""
+
+    model_config = ConfigDict(strict=True)
+
+    op_code: Count
+    worker_id: str
+    study_id: Count = 0
+    trial_id: Count = 0
+    step: Count = 0
+    param_name: str = ""
+    user_attr: dict[str, Any] = {}
+    system_attr: dict[str, Any] = {}
+    values: list[float] | None = None
+    intermediate_value: float = 0.0
+    param_value_internal: float = 0.0
+
+
+@contextmanager
+def journal_errors(folder: Path) -> Iterator[None]:
+    """Turn the errors that Optuna raises on a damaged journal into DataError."""
+    try:
+        yield
+    except HpcdistError:
+        raise
+    except (OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        reason = faults_of(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error!s:.200}"
+        raise DataError(
+            f"{folder / JOURNAL} must be a journal of `hpcdist sweep`; got {reason}. Restore it from a copy, or give "
+            "another folder."
+        ) from error
+
+
+def open_journal(folder: Path) -> optuna.storages.JournalStorage:
+    """Open or create the journal of a sweep, and silence Optuna's log lines; raise DataError if it is damaged."""
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    path = (folder / JOURNAL).absolute()  # absolute: Optuna's lock is a symbolic link to it
+    with journal_errors(folder):
+        for line in read_bounded(path).split(b"\n")[:-1] if path.exists() else ():  # the last may be incomplete
+            _Line.model_validate_json(line)
+        return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
 
 
 # --- a run on its ranks -----------------------------------------------------------------------------------------------

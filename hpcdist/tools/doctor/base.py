@@ -46,12 +46,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What the user's job needs. `environ`: this process's environment variables."""
+    """The options of `hpcdist doctor`: what the user's job needs, then what the examination does.
+
+    `environ`: this process's environment variables; `limit_s`: time limit of all checks.
+    """
 
     ranks: int | None = None
     folder: Path = Path()
     gpus: bool = False
     environ: Mapping[str, str] = field(default_factory=dict)
+    spare: int | None = None
+    exclude_file: Path | None = None
+    strict: bool = False
+    json_path: Path | None = None
+    limit_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -93,18 +101,13 @@ def name_nodes(hosts: Sequence[str], locations: Sequence[Hashable]) -> Nodes:
 
 def introduction(environ: Mapping[str, str]) -> str:
     """Describe this rank's node for other ranks: host name, network identity (the same on the whole node), load."""
-    return f"{host_name(environ)}\n{network.stack_id()}\n{overload()}"
+    return json.dumps([host_name(environ), network.stack_id(), overload()])
 
 
-def introduced_nodes(introductions: Mapping[int, str]) -> Nodes:
-    """Return the nodes; `introductions`: each rank's text from `introduction`."""
-    hosts, locations, _ = zip(*(introductions[rank].split("\n") for rank in range(len(introductions))))
-    return name_nodes(hosts, locations)
-
-
-def introduced_loads(introductions: Mapping[int, str]) -> list[float]:
-    """Return each rank's `overload`; `introductions`: each rank's text from `introduction`."""
-    return [float(introductions[rank].split("\n")[2]) for rank in range(len(introductions))]
+def introduced(introductions: Mapping[int, str]) -> tuple[Nodes, list[float]]:
+    """Return the nodes, and each rank's `overload`; `introductions`: each rank's text from `introduction`."""
+    hosts, locations, loads = zip(*(json.loads(introductions[rank]) for rank in range(len(introductions))))
+    return name_nodes(hosts, locations), list(loads)
 
 
 def overload() -> float:

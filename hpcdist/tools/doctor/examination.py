@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import platform
 import sys
@@ -20,7 +21,7 @@ from hpcdist.registry import catalogue
 from hpcdist.tools.doctor import base, startup
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, Unanswered
 from hpcdist.tools.doctor.checks import world
-from hpcdist.tools.doctor.report import ExaminationOptions, Report, choose_exclusion
+from hpcdist.tools.doctor.report import Report, choose_exclusion
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
@@ -33,7 +34,7 @@ BACKSTOP_S = 5.0  # after the limit the process ends, even if a call holds the G
 _ending = threading.Lock()  # the time limit's thread calls `_end`, too
 
 
-def examine(required: Requirements, options: ExaminationOptions) -> int:
+def examine(required: Requirements) -> int:
     """Collective. Run all checks, print the findings on the first rank; return the same exit status on all ranks.
 
     If ranks don't reply, or the time limit is exceeded, all ranks are ended, with status 1 or the launcher's status
@@ -41,23 +42,23 @@ def examine(required: Requirements, options: ExaminationOptions) -> int:
     launcher's variables contradict each other.
     """
     launched = task(required.environ)
-    report = Report(options, is_reporter=launched is None or launched.rank == 0)
-    limit = TimeLimit(options.limit_s, lambda: _end(report, required, [_late(report)]))
+    report = Report(required, is_reporter=launched is None or launched.rank == 0)
+    limit = TimeLimit(required.limit_s, lambda: _end(report, [_late(report)]))
     try:
-        messages = _start_mpi(required, report, limit)
-        if not _is_right_world(messages.size, required, report):
+        messages = _start_mpi(report, limit)
+        if not _is_right_world(messages.size, report):
             return 1
-        _check_ranks(messages, required, report)
+        _check_ranks(messages, report)
         limit.stretch(report.patience)
-        return _examine(_join(WAIT_S * report.patience), required, report)
+        return _examine(_join(WAIT_S * report.patience), report)
     except Unanswered as error:
-        _end(report, required, startup.unanswered(error, report.nodes, report.stage))
+        _end(report, startup.unanswered(error, report.nodes, report.stage))
     finally:
         limit.cancel()
 
 
 # --- start-up ---------------------------------------------------------------------------------------------------------
-def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> FirstMessages:
+def _start_mpi(report: Report, limit: TimeLimit) -> FirstMessages:
     """Start MPI, which may wait forever for a rank: after the limit this process ends, and one rank reports why."""
 
     def report_late(text: str) -> None:
@@ -67,10 +68,10 @@ def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> Firs
         if was_reporter:  # it alone writes the files
             report.conclude(cut_short=True)
 
-    is_reported = _check_nodes(required, report)
+    is_reported = _check_nodes(report)
     with start.limited(
         START_S if is_reported else round(limit.remaining_s(), 1),
-        task(required.environ),
+        task(report.required.environ),
         where="MPI's start",
         advice=" Check the last output of each rank, and that their nodes run",
         report=(lambda text: None) if is_reported else report_late,
@@ -80,10 +81,11 @@ def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> Firs
     return FirstMessages()
 
 
-def _check_nodes(required: Requirements, report: Report) -> bool:
+def _check_nodes(report: Report) -> bool:
     """Report nodes that are absent or can't connect by TCP; return whether there are any, on rank 0 only."""
-    names = tuple(base.allocated(required.environ)) if startup.takes_part(required.environ) else ()
-    checked = startup.check_nodes(required.environ, names) if len(names) > 1 else startup.NOTHING
+    environ = report.required.environ
+    names = tuple(base.allocated(environ)) if startup.takes_part(environ) else ()
+    checked = startup.check_nodes(environ, names) if len(names) > 1 else startup.NOTHING
     if not checked.absent and not checked.unreachable:
         return False
     report.nodes, report.stage = Nodes(names, ()), "muster"  # name in the output and the JSON file
@@ -98,15 +100,15 @@ def _check_nodes(required: Requirements, report: Report) -> bool:
     return True
 
 
-def _is_right_world(size: int, required: Requirements, report: Report) -> bool:
+def _is_right_world(size: int, report: Report) -> bool:
     """Return whether MPI's world has the expected size; otherwise report it and end the ranks."""
     from hpcdist.comm.mpi import library
 
-    problem = world.disagreement(size, library.version(), required)
+    problem = world.disagreement(size, library.version(), report.required)
     if problem is None:
         return True
     if size > 1:
-        _end(report, required, [Finding(ERROR, problem)])
+        _end(report, [Finding(ERROR, problem)])
     if report.is_reporter:
         report.add([Finding(ERROR, problem)])
         report.conclude()
@@ -115,30 +117,30 @@ def _is_right_world(size: int, required: Requirements, report: Report) -> bool:
     return False
 
 
-def _check_ranks(messages: FirstMessages, required: Requirements, report: Report) -> None:
+def _check_ranks(messages: FirstMessages, report: Report) -> None:
     """Collective. Determine the nodes by MPI's first messages; end all ranks if some are absent or unreachable."""
 
     def pairs(introductions: Mapping[int, str]) -> list[startup.Pair]:
         """Store the nodes and their loads in the report. Return pairs of leaders; none if a rank is absent."""
         if len(introductions) < messages.size:
             return []
-        report.nodes = base.introduced_nodes(introductions)
-        report.warn_of_loads(base.introduced_loads(introductions))
+        report.nodes, loads = base.introduced(introductions)
+        report.warn_of_loads(loads)
         messages.reach_s *= report.patience
         leaders = report.nodes.leaders
         return [(leaders[a], leaders[b]) for a, b in startup.pairs_to_try(len(leaders))]
 
-    checked = startup.check(messages, base.introduction(required.environ), pairs)
+    checked = startup.check(messages, base.introduction(report.required.environ), pairs)
     if checked.absent:
-        expected = base.allocated(required.environ)
+        expected = base.allocated(report.required.environ)
         report.nodes = Nodes(tuple(expected), ())
-        hosts = {rank: text.split("\n")[0] for rank, text in checked.introductions.items()}
-        _end(report, required, startup.absent_ranks(hosts, checked.absent, expected, messages.answer_s))
+        hosts = {rank: json.loads(text)[0] for rank, text in checked.introductions.items()}
+        _end(report, startup.absent_ranks(hosts, checked.absent, expected, messages.answer_s))
     nodes = report.nodes
     if checked.unreachable:  # the first collective call would never return
         report.stage, reason = "links", f"MPI's first message did not arrive within {messages.reach_s:g} s"
         unreachable = [(nodes.of[a], nodes.of[b]) for a, b in checked.unreachable]
-        _end(report, required, startup.unreachable_pairs(unreachable, nodes, reason))
+        _end(report, startup.unreachable_pairs(unreachable, nodes, reason))
 
 
 def _join(deadline_s: float) -> Communicator:
@@ -154,13 +156,14 @@ def _join(deadline_s: float) -> Communicator:
 
 
 # --- the checks -------------------------------------------------------------------------------------------------------
-def _examine(comm: Communicator, required: Requirements, report: Report) -> int:
+def _examine(comm: Communicator, report: Report) -> int:
     """Collective. Run every check; return the exit status."""
+    required = report.required
     from hpcdist.session import world as session
 
     comm.failures.deadline_s = WAIT_S * report.patience
     report.nodes = nodes = base.find_nodes(comm, base.host_name(required.environ))
-    choose_exclusion(nodes.names, [], report.options.spare or 0)  # raises ConfigError if no node would remain
+    choose_exclusion(nodes.names, [], report.required.spare or 0)  # raises ConfigError if no node would remain
     report.is_reporter = comm.rank == 0
     checks = catalogue("checks")
     names = base.gather(comm, checks.available())  # plug-ins may be installed on some nodes only
@@ -178,15 +181,15 @@ def _examine(comm: Communicator, required: Requirements, report: Report) -> int:
 # --- end without all ranks --------------------------------------------------------------------------------------------
 def _late(report: Report) -> Finding:
     """Return the finding that the examination's time limit is exceeded; it names the current stage and this node."""
-    text = f"the examination must end within {report.options.limit_s:g} s; got no end of {report.stage!r} on "
+    text = f"the examination must end within {report.required.limit_s:g} s; got no end of {report.stage!r} on "
     return Finding(ERROR, f"{text}{platform.node()}. Look there at processes that hang, and at the network")
 
 
-def _end(report: Report, required: Requirements, findings: Sequence[Finding]) -> NoReturn:
+def _end(report: Report, findings: Sequence[Finding]) -> NoReturn:
     """Report findings and end all ranks. Rank 0 does so immediately; the others wait, in case it can't."""
     with _ending:
         if not report.is_reporter:
-            launched = task(required.environ)
+            launched = task(report.required.environ)
             time.sleep(AFTER_S + STEP_S * (launched.rank if launched else 0))
         report.is_reporter = True
         report.add(findings)

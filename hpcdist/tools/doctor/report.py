@@ -5,33 +5,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import console
-from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, listed
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, listed
 
 MAX_PATIENCE = 4.0  # longest timeouts on busy nodes, relative to idle ones
-
-
-@dataclass(frozen=True)
-class ExaminationOptions:
-    """Options of `hpcdist doctor`. `limit_s`: time limit of all checks."""
-
-    spare: int | None = None
-    exclude_file: Path | None = None
-    strict: bool = False
-    json_path: Path | None = None
-    limit_s: float = 30.0
 
 
 class Report:
     """The findings so far. `is_reporter`: this process prints them and writes the files."""
 
-    def __init__(self, options: ExaminationOptions, is_reporter: bool):
-        self.options, self.is_reporter = options, is_reporter
+    def __init__(self, required: Requirements, is_reporter: bool):
+        self.required, self.is_reporter = required, is_reporter
         self.nodes = Nodes((), ())  # empty until known
         self.busy: dict[str, float] = {}  # load / processors of busy nodes
         self.stage = "world"  # current check
@@ -71,7 +59,7 @@ class Report:
 
     def conclude(self, cut_short: bool = False) -> int:
         """Choose nodes to exclude, write files, print a last line; return the exit status (1 if checks are missing)."""
-        options, names, self.stage = self.options, self.nodes.names, "spare"
+        options, names, self.stage = self.required, self.nodes.names, "spare"
         choice = self._choose()
         if options.spare is not None and names:
             self.add([describe_exclusion(choice, names)])
@@ -91,11 +79,11 @@ class Report:
 
     def _choose(self) -> Exclusion:
         names = self.nodes.names
-        return choose_exclusion(names, self.findings, min(self.options.spare or 0, max(len(names) - 1, 0)))
+        return choose_exclusion(names, self.findings, min(self.required.spare or 0, max(len(names) - 1, 0)))
 
     def write_files(self, status: int) -> None:
         """On the reporter, write the files that the user asked for, with the findings so far."""
-        options, choice = self.options, self._choose()
+        options, choice = self.required, self._choose()
         content = {"status": status, "seconds": time.monotonic() - self._start, "nodes": self.nodes.names}
         content |= {"excluded": choice.excluded, "findings": [asdict(finding) for finding in self.findings]}
         content |= {"measured": self._measured, "seconds_by_check": self._seconds}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +23,7 @@ from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.methods import methods
 from hpcdist.tools.report.results import JobRuns, Progress, read_jobs
-from hpcdist.tools.report.table import as_value, criteria_of
+from hpcdist.tools.report.table import as_value, criteria_of, write_csv
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.version import __version__
 
@@ -98,9 +97,7 @@ def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress
     drawn = _write_figures(output, [section for part in parts for section in part["sections"]], progress)
     rows = [row for analysis in jobs for row in analysis.rows]
     with open(output / "runs.csv", "w", newline="", encoding="utf-8") as csv_file:
-        writer = csv.DictWriter(csv_file, list(dict.fromkeys(key for row in rows for key in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+        write_csv(rows, csv_file, "\r\n")
     numbers_by_job = [numbers(analysis, part["verdict"]) | part["numbers"] for analysis, part in zip(jobs, parts)]
     content = {"version": VERSION, "jobs": numbers_by_job}
     (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
@@ -112,8 +109,7 @@ def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress
 def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
     """Draw the part of the page about a job; return its variables for the template, and its `numbers` for JSON.
 
-    Args:
-        prefix: of the names of sections and figures, which must be unique in the page.
+    `prefix` makes the names of sections and figures unique in the page.
     """
     job = analysis.job
     if job.is_sweep:
@@ -121,21 +117,24 @@ def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
         from hpcdist.tools.report.sweep_page import facts_of_sweep, sections_of_sweep
 
         swept = read_sweep(cast(Path, job.comparison))
-        part: dict[str, Any] = {
-            "question": "Which settings?",
-            "facts": facts_of_sweep(swept),
-            "verdict": judge_sweep(swept),
-        }
-        part |= {"sections": sections_of_sweep(swept), "numbers": {"sweep": swept}}
+        question, facts, verdict = "Which settings?", facts_of_sweep(swept), judge_sweep(swept)
+        sections, of_sweep = sections_of_sweep(swept), {"sweep": swept}
     else:
-        part = {"question": "Which strategy?", "facts": _facts(job), "verdict": judge(analysis)}
-        part |= {"sections": sections_of(analysis), "numbers": {}}
-    part["sections"] = [item.prefixed(prefix) for item in part["sections"]]
-    part["methods"] = text = methods(analysis)
-    part["numbers"] |= {"methods": text}
-    virtual = {item.virtual for item in job.runs}
-    part["virtual"] = "" if True not in virtual else "some" if False in virtual else "all"
-    return part | {"name": job.section, "runs": len(job.runs), "prefix": prefix}
+        question, facts, verdict = "Which strategy?", _facts(job), judge(analysis)
+        sections, of_sweep = sections_of(analysis), {}
+    text, virtual = methods(analysis), {item.virtual for item in job.runs}
+    return {
+        "question": question,
+        "facts": facts,
+        "verdict": verdict,
+        "sections": [section.prefixed(prefix) for section in sections],
+        "methods": text,
+        "numbers": {**of_sweep, "methods": text},
+        "virtual": "" if True not in virtual else "some" if False in virtual else "all",
+        "name": job.section,
+        "runs": len(job.runs),
+        "prefix": prefix,
+    }
 
 
 def _write_figures(output: Path, sections: Sequence[Section], progress: Progress) -> dict[str, str]:
@@ -195,12 +194,7 @@ def sections_of(analysis: Analysis) -> list[Section]:
 
 
 def _render(title: str, *, parts: Sequence[Mapping[str, Any]], drawn: Mapping[str, str]) -> str:
-    """Render the page.
-
-    Args:
-        parts: results of `_part`.
-        drawn: SVG elements of the figures, by name.
-    """
+    """Render the page from the results of `_part` and the SVG elements of the figures by name."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from pandas import DataFrame, Index
 
-from hpcdist.config import differing
+from hpcdist.config.merge import differing
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Evaluation
 from hpcdist.tools.runs import COMPARISON, SWEEP, Run, Steps, find_runs, read_comparison
-from hpcdist.tools.statistics import first_reaching
 
 POINTS = 60  # of a loss curve
 PARTS = ("computing", "communicating", "waiting")  # of a rank's time
@@ -25,6 +25,9 @@ LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity")  # parts
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps an iteration with a progress display under a title
 READING = "reading runs"
 REFERENCE = "allreduce"  # default strategy that others are compared with
+# Names of a script's arguments that only say where it writes.
+CHECKPOINTS = re.compile(r"(checkpoint|ckpt)(s|s?[_-]?(dir|directory|folder|path))")
+WRITTEN = re.compile(rf"(out|output|save|log|result|run)s?([_-]?(dir|folder|path|file))?|{CHECKPOINTS.pattern}")
 
 
 class RunCurves(NamedTuple):
@@ -56,6 +59,11 @@ class RunResult:
     ranks: int
     seed: int
     virtual: bool
+
+    @property
+    def cell(self) -> tuple[str, str, int, bool]:
+        """Return what the runs of a group share."""
+        return self.name, self.kind, self.ranks, self.virtual
 
     @cached_property
     def curves(self) -> RunCurves:
@@ -109,8 +117,10 @@ class JobRuns:
 
     def reached(self, result: RunResult) -> Evaluation | None:
         """Return the run's first evaluation that met the target; None if none did."""
-        moments = ((moment, moment.metrics.get(self.metric, math.nan)) for moment in result.run.evaluations)
-        return None if self.target is None else first_reaching(moments, self.target, self.higher_is_better)
+        if self.target is None:
+            return None
+        sign, moments = 1 if self.higher_is_better else -1, result.run.evaluations
+        return next((m for m in moments if sign * m.metrics.get(self.metric, math.nan) >= sign * self.target), None)
 
     def bytes_to_target(self, result: RunResult) -> float | None:
         """Return the bytes sent and fetched by all ranks until the target was reached."""
@@ -172,7 +182,9 @@ def read_jobs(
     for comparison in sorted(groups, key=lambda folder: str(folder or "")):
         plan = None if comparison is None else read_comparison(comparison)
         if comparison is None or plan is None:
-            jobs += _single_runs(groups[comparison], ", ".join(map(str, folders)), progress)
+            single = [_run(folder) for folder in progress(groups[comparison], READING)]
+            title = ", ".join(map(str, folders))
+            jobs += [_job_of_single_runs(job, title, runs) for job, runs in _by_job(single).items()]
         elif only is None or groups[comparison]:
             jobs.append(_comparison(comparison, plan, only, progress))
     if not any(result.run.ended or job.comparison for job in jobs for result in job.runs):
@@ -231,11 +243,6 @@ def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | 
         ) from None
 
 
-def _single_runs(folders: Sequence[Path], title: str, progress: Progress) -> list[JobRuns]:
-    results = [_run(folder) for folder in progress(folders, READING)]
-    return [_job_of_single_runs(job, title, runs) for job, runs in _by_job(results).items()]
-
-
 def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
     """Group runs by job, named by the stem of its file, or by the path if stems repeat.
 
@@ -258,7 +265,8 @@ def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
 def _job_of_single_runs(job: str | None, title: str, results: Sequence[RunResult]) -> JobRuns:
     """Return the single runs of a job; runs that differ in their seeds only get the same name, and so form a group."""
     settings = _settings(results)
-    runs = [replace(result, name=_name(result, settings)) for result in results]
+    naming = {key: values for key, values in settings.items() if _is_naming(key, values, results)}
+    runs = [replace(result, name=_name(result, naming)) for result in results]
     metric = _first_metric(runs)
     n_by_ranks = Counter(result.ranks for result in runs)  # the reference is on the most frequent number of ranks
     ordered = sorted(runs, key=lambda r: (not r.run.ended, r.run.strategy != REFERENCE, -n_by_ranks[r.ranks]))
@@ -282,6 +290,19 @@ def _settings(runs: Sequence[RunResult]) -> dict[str, dict[Path, str]]:
     """Return the settings, other than seeds, in which runs differ: values by folder, by dotted key."""
     different = differing({result.run.folder: result.run.settings for result in runs if result.run.start})
     return {key: values for key, values in different.items() if key.rpartition(".")[2] != "seed"}
+
+
+def _is_naming(key: str, values: Mapping[Path, str], runs: Sequence[RunResult]) -> bool:
+    """Return whether a setting tells groups apart: no path to write to, nor the strategy or seed again."""
+    argument = key.removeprefix("arguments.")
+    if argument == key:
+        return True
+    if WRITTEN.fullmatch(argument) and not any(value.isdigit() for value in values.values()):
+        return False
+    own = zip(*((result.run.strategy, str(result.seed)) for result in runs))
+    return not any(
+        all(values.get(result.run.folder) in (None, value) for result, value in zip(runs, of_all)) for of_all in own
+    )
 
 
 def _name(result: RunResult, settings: Mapping[str, Mapping[Path, str]]) -> str:

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hpcdist.errors import DataError
 from hpcdist.records import read_checked
 from hpcdist.records.files import Count
 from hpcdist.tools.compare.space import Axis
-from hpcdist.tools.compare.study import JOURNAL, STUDY, journal_errors, open_journal
-from hpcdist.tools.compare.trials import State
+from hpcdist.tools.compare.trials import JOURNAL, STUDY, SweepTrial, journal_errors, open_journal
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.verdict import Verdict
 from hpcdist.tools.runs import SWEEP
 
 LEAST = 4  # complete trials, to compute importance
 EDGE = 0.05  # fraction of a range: a best value this close to its end may lie beyond
-
-
-class SweptTrial(BaseModel):
-    """A trial in `sweep.json`."""
-
-    number: Count
-    state: State
-    settings: dict[str, str]
-    value: FiniteFloat | None
-    samples: Count | None
-    folders: list[str]
-
-    @property
-    def measured(self) -> float:
-        return math.nan if self.value is None else self.value
 
 
 class SweptSettings(BaseModel):
@@ -52,7 +35,7 @@ class SweptSettings(BaseModel):
     seeds: Count
     higher_is_better: bool
     space: Annotated[list[Axis], Field(min_length=1)]
-    trials: list[SweptTrial]
+    trials: list[SweepTrial]
     importance: dict[str, float] = Field({}, description="of each setting, sum 1; empty if unknown")
 
     @model_validator(mode="after")
@@ -65,13 +48,13 @@ class SweptSettings(BaseModel):
                 raise ValueError(f"trial {trial.number} must have a value of each axis, and folders")
         return self
 
-    def known(self, state: str) -> list[SweptTrial]:
+    def known(self, state: str) -> list[SweepTrial]:
         """List the trials in a state that have a value, the best first."""
         trials = [trial for trial in self.trials if trial.state == state and trial.value is not None]
         return sorted(trials, key=lambda trial: trial.measured, reverse=self.higher_is_better)
 
     @property
-    def complete(self) -> list[SweptTrial]:
+    def complete(self) -> list[SweepTrial]:
         return self.known("complete")
 
 
@@ -141,7 +124,7 @@ def judge_sweep(swept: SweptSettings) -> Verdict:
     return Verdict(headline, reasons, caveats)
 
 
-def described(trial: SweptTrial) -> str:
+def described(trial: SweepTrial) -> str:
     return ", ".join(f"`{key}` {value}" for key, value in trial.settings.items())
 
 

@@ -7,9 +7,10 @@ from typing import Any
 from matplotlib.ticker import LogLocator, NullLocator
 
 from hpcdist.tools.compare.space import Axis
+from hpcdist.tools.compare.trials import SweepTrial
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.figures.base import COLOURS, WIDTH, ReportFigure, ReportTable, Section, axes_of
-from hpcdist.tools.report.sweep import LEAST, SweptSettings, SweptTrial, described
+from hpcdist.tools.report.sweep import LEAST, SweptSettings, described
 
 
 def facts_of_sweep(swept: SweptSettings) -> dict[str, str]:
@@ -61,12 +62,12 @@ def _table(swept: SweptSettings) -> ReportTable:
     return ReportTable("Trials with the whole budget, the best first", heads, rows)
 
 
-def _row(swept: SweptSettings, trial: SweptTrial) -> list[str]:
+def _row(swept: SweptSettings, trial: SweepTrial) -> list[str]:
     value = wording.NONE if trial.value is None else wording.value(swept.metric, trial.value)
     return [str(trial.number), trial.state, *trial.settings.values(), _samples(trial), value]
 
 
-def _samples(trial: SweptTrial) -> str:
+def _samples(trial: SweepTrial) -> str:
     return wording.NONE if trial.samples is None else wording.number(trial.samples)
 
 

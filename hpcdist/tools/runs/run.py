@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hpcdist.config import describe_changes
+from hpcdist.config.merge import describe_changes
 from hpcdist.errors import DataError
 from hpcdist.records import (
     Evaluation,

@@ -10,7 +10,8 @@ from pathlib import Path
 from pydantic import Field
 
 from hpcdist.comm.virtual import ComputeModel, Constant, Exponential, Jitter, Network, Replay, SlowSteps, Straggler
-from hpcdist.config import Settings, load
+from hpcdist.config.merge import load
+from hpcdist.config.settings import Settings
 from hpcdist.errors import ConfigError
 from hpcdist.records import read_records
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from hpcdist.comm.virtual import Straggler, run_virtual
-from hpcdist.config import load
 from hpcdist.config.files import load_function
+from hpcdist.config.merge import load
 from hpcdist.errors import HpcdistError, RunError
 from hpcdist.tools.compare import trials
 from hpcdist.tools.compare.experiment import Experiment

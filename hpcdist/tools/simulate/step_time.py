@@ -6,12 +6,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
+from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.folder import read
@@ -44,7 +44,7 @@ def _median_s(job: Job, config: JobConfig, samples: int) -> float:
     device = local_device(0)
     torch.manual_seed(config.seed)
     module = job.model(**config.model).to(device)
-    optimizer = config.optimizer.build(module.parameters())
+    optimizer: Any = config.optimizer.build(module.parameters())
     x, y = (tensor.to(device) for tensor in first_batch(job, config, samples))
     # With gradient accumulation a step has several backward passes.
     parts = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))

@@ -35,16 +35,7 @@ def specify(
 ) -> list[JobSpec]:
     """Return the specifications of the arrays, one per number of ranks: all tasks of an array have the same size.
 
-    Ranks are on one node, or on several by `ranks_per_node`.
-
-    Args:
-        output: the folder of the comparison or the sweep.
-        site: profile of the cluster.
-        overrides: settings of the jobs, as for `hpcdist slurm submit --set`.
-        at_once: maximal number of concurrent tasks of each array; None: all.
-
-    Raises:
-        ConfigError: a setting is wrong, or the comparison has runs that can't be in an array.
+    Ranks are on one node, or on several by `ranks_per_node`. `overrides` are settings of the jobs.
     """
     if isinstance(experiment, Comparison) and experiment.tune:
         raise ConfigError(
@@ -139,7 +130,6 @@ def pending(output: Path) -> dict[Path, State]:
     """Return the states of the waiting and running tasks, by the folders of their runs.
 
     For a task that ended without a result, the reason is written to its run's folder, as for runs on this machine.
-    Raises QueueError if a run has no result yet and Slurm can't be queried.
     """
     tasks = {}  # entry and task number by folder; a later entry is a resubmission
     for entry in history.read(output):

@@ -15,9 +15,9 @@ from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.registry import catalogue
 from hpcdist.tools.slurm import limits
-from hpcdist.tools.slurm.limits import Problem, counted, error, warning
+from hpcdist.tools.slurm.limits import Problem, error, warning
 from hpcdist.tools.slurm.render import render
-from hpcdist.tools.slurm.spec import ON_GPUS, JobSpec, Site
+from hpcdist.tools.slurm.spec import ON_GPUS, JobSpec, Site, folder
 
 if TYPE_CHECKING:  # its module imports torch
     from hpcdist.strategies.common.contract import Contract
@@ -82,19 +82,27 @@ def _directives(spec: JobSpec, site: Site) -> Problems:
 
 def _paths(spec: JobSpec, site: Site) -> Problems:
     """Check that files exist. Paths are quoted in the script, so the shell does not expand ~ or $."""
-    paths = {
-        "job": spec.job, "config": spec.config, "output": spec.output, "template": spec.template, "venv": site.venv,
-        **{f"source[{i}]": file for i, file in enumerate(site.source)},
-    }  # fmt: skip
-    for name, path in paths.items():
+    files = {"job": spec.job, "config": spec.config, "template": spec.template}
+    files |= {f"source[{i}]": file for i, file in enumerate(site.source)}
+    for name, path in {**files, "output": spec.output, "venv": site.venv}.items():
         if path and (path.startswith("~") or "$" in path):
             yield error(f"{name} must be a path without ~ and $, which are not expanded; got {path}. Write it out.")
-            continue
-        file = f"{path}/bin/activate" if name == "venv" else path or ""
-        if path and name != "output" and Path(file).is_dir():
-            yield error(f"{name} must be a file; got {path}, which is a folder. Name a file in it.")
-        elif path and name != "output" and not Path(file).exists():
-            yield error(f"{name} must exist; got {path}, without {file}. Run this where the job is submitted.")
+        elif path and name == "venv" and not Path(path, "bin", "activate").is_file():
+            yield error(
+                f"venv of the site {spec.site} must be a virtual environment; got {path}, and no {path}/bin/activate "
+                f"in {Path.cwd()}. Submit from the folder that has it, or {_with_venv(spec.site)}."
+            )
+        elif path and name in files and not Path(path).is_file():
+            problem = "which is a folder. Name a file in it" if Path(path).is_dir() else f"and none in {Path.cwd()}"
+            yield error(f"{name} must be a file that exists; got {path}, {problem}.")
+
+
+def _with_venv(site: str) -> str:
+    """Return how to name this Python's environment, or another one, in a profile."""
+    venv = sys.prefix if sys.prefix != sys.base_prefix else "/PATH/OF/ANOTHER"
+    setting = f'set venv = "{venv}"'
+    profile = folder("sites") / f"{site}.toml"
+    return f"copy {profile}, {setting} there, and name the copy by --site" if profile.is_file() else f"{setting} there"
 
 
 def _command(spec: JobSpec, site: Site) -> Problems:
@@ -167,15 +175,10 @@ def _strategy(spec: JobSpec, site: Site) -> Problems:
 
 
 def _servers(spec: JobSpec, site: Site) -> Problems:
-    """Compare the number of servers with the ranks, and with the nodes that are to hold servers."""
+    """Compare the number of servers with the nodes that are to hold servers."""
     if spec.shape != "parameter_server":
         return
-    if spec.size <= spec.servers:
-        yield error(
-            f"servers must leave at least one rank as a worker; got {spec.servers} on {counted(spec.size, 'rank')}. "
-            "Raise nodes or ranks_per_node."
-        )
-    elif spec.servers_on == "one_per_node" and spec.servers > spec.nodes:
+    if spec.servers_on == "one_per_node" and spec.servers > spec.nodes:
         yield warning(
             f"servers must be at most nodes, {spec.nodes}, to have one each; got {spec.servers}. Some would share one."
         )
@@ -287,8 +290,7 @@ def _config_errors(spec: JobSpec, case: list[str]) -> Problems:
             Path(str(spec.job)), Path(spec.config) if spec.config else None, [*spec.run_settings, *case]
         )
         check_path(job, config)
-        if spec.shape != "parameter_server" or spec.size > spec.servers:  # otherwise reported by `_servers`
-            rehearse(config, spec.size, spec.ranks_per_node)
+        rehearse(config, spec.size, spec.ranks_per_node)
     except HpcdistError as failure:
         for line in str(failure).splitlines():
             yield error(line)

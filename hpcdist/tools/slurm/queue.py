@@ -23,12 +23,7 @@ NO_VALUE = 2**64 - 16  # in Slurm's accounting, numbers from here on mean "no va
 
 
 def submit(spec: JobSpec, text: str) -> Submission:
-    """Submit a batch script to Slurm, and record it in the history.
-
-    Raises:
-        ConfigError: the job's shape is interactive, which has no batch script.
-        QueueError: Slurm is not available, or refuses the job.
-    """
+    """Submit a batch script to Slurm, and record it in the history."""
     if spec.shape == "interactive":
         raise ConfigError(
             "shape must be a batch shape to be submitted; got 'interactive'. Run the script that "
@@ -133,8 +128,7 @@ def _from_accounting(job: str) -> list[State]:
 def consumed_joules(job: str) -> float | None:
     """Return the energy of a job's steps by Slurm's accounting, summed over all nodes; None if unknown.
 
-    A node counts its total consumption during a step, so concurrent steps, such as the batch script's, would count
-    twice and are excluded. Slurm records the energy when a step ends, and zero if the site does not measure it.
+    A node counts all that it consumes during a step: of concurrent steps, such as the batch script's, one counts.
     """
     output = ""
     with suppress(QueueError):

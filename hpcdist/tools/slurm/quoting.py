@@ -4,67 +4,33 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
 from hpcdist.config.merge import load
 
 _PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OPTION = re.compile(r"[a-z][a-z0-9-]*")
 
 
-def _one_line(text: str) -> str:
-    """Refuse several lines: a directive ends at the end of its line, and Slurm has no escape for it."""
-    if not text or not text.isprintable():
-        raise ValueError(f"must be one line of printable characters; got {text!r}. Take another name.")
-    return text
+def _rule(is_valid: Callable[[Any], object], rule: str, advice: str) -> AfterValidator:
+    """Return a validator that refuses values by the message `must RULE; got VALUE. ADVICE`."""
+
+    def check(value: Any) -> Any:
+        if not is_valid(value):
+            raise ValueError(f"must {rule}; got {value!r}. {advice}")
+        return value
+
+    return AfterValidator(check)
 
 
-def _shell_text(text: str) -> str:
-    """Refuse text with NUL, which ends a C string, or that UTF-8 can't encode. The shell passes on all other bytes."""
+def _is_text(text: str) -> bool:
+    """Return whether text has no NUL, which ends a C string, and is valid in UTF-8. The shell passes on all others."""
     try:
-        is_valid = b"\0" not in text.encode()
+        return b"\0" not in text.encode()
     except UnicodeEncodeError:
-        is_valid = False
-    if not is_valid:
-        raise ValueError(f"must be text without NUL, in UTF-8; got {text!r}. Take another name.")
-    return text
-
-
-def _first_word(text: str) -> str:
-    """Refuse an empty first word of a command, or one that starts with -, which launchers would take for an option."""
-    if not _shell_text(text) or text.startswith("-"):
-        raise ValueError(f"must not be empty nor start with -; got {text!r}. Write a path, such as ./{text}.")
-    return text
-
-
-def _env_name(text: str) -> str:
-    if not _ENV_NAME.fullmatch(text):
-        raise ValueError(f"must have names of letters, digits and _; got {text!r}. Rename the variable.")
-    return text
-
-
-def _option(text: str) -> str:
-    if not _OPTION.fullmatch(text):
-        raise ValueError(f"must name long options of sbatch without --, such as partition; got {text!r}.")
-    return text
-
-
-def _file_name(text: str) -> str:
-    r"""Refuse / and \ in a job's name, which is %x in the log's name; Slurm expands nothing in a name with \."""
-    if "/" in _one_line(text) or "\\" in text:
-        raise ValueError(f"must be a file's name without / and \\; got {text!r}. It is part of the log's name.")
-    if (length := len(text.encode())) > 200:  # a file name has at most 255, with the job's number and task
-        raise ValueError(f"must have at most 200 bytes; got {length}. It is part of the log's name.")
-    return text
-
-
-def _log_folder(text: str) -> str:
-    if "\\" in _one_line(text):
-        raise ValueError(f"must be a path without \\, at which Slurm expands no %j; got {text!r}. Rename the folder.")
-    return text
+        return False
 
 
 def _setting(text: str) -> str:
@@ -72,23 +38,46 @@ def _setting(text: str) -> str:
     return text
 
 
-def _command(command: list[str]) -> list[str]:
-    if command and (not command[0] or command[0].startswith("-")):
-        raise ValueError(
-            f"must start with a program's name; got {command[0]!r}. Launchers would take -x for an option."
-        )
-    return command
-
-
-Line = Annotated[str, AfterValidator(_one_line)]  # of a directive
-Text = Annotated[str, AfterValidator(_shell_text)]  # a word of a command
-FirstWord = Annotated[str, AfterValidator(_first_word)]
-EnvName = Annotated[str, AfterValidator(_env_name)]
-Option = Annotated[str, AfterValidator(_option)]
-FileName = Annotated[str, AfterValidator(_file_name)]
-LogFolder = Annotated[str, AfterValidator(_log_folder)]
+_OF_LOG = "It is part of the log's name."  # where Slurm expands nothing if the name has a \
+# A directive ends at the end of its line, and Slurm has no escape for that.
+Line = Annotated[
+    str, _rule(lambda text: text and text.isprintable(), "be one line of printable characters", "Take another name.")
+]
+Text = Annotated[str, _rule(_is_text, "be text without NUL, in UTF-8", "Take another name.")]  # a word of a command
+FirstWord = Annotated[  # launchers would take -x for an option
+    Text, _rule(re.compile("[^-]").match, "not be empty nor start with -", "Write a path, such as ./NAME.")
+]
+EnvName = Annotated[
+    str,
+    _rule(
+        re.compile("[A-Za-z_][A-Za-z0-9_]*").fullmatch, "have names of letters, digits and _", "Rename the variable."
+    ),
+]
+Option = Annotated[
+    str,
+    _rule(
+        re.compile("[a-z][a-z0-9-]*").fullmatch,
+        "name long options of sbatch without --, such as partition",
+        "`sbatch --help` lists them.",
+    ),
+]
+FileName = Annotated[  # at most 255 bytes with the job's number and task
+    Line,
+    _rule(re.compile(r"[^/\\]*").fullmatch, "be a file's name without / and \\", _OF_LOG),
+    _rule(lambda text: len(text.encode()) <= 200, "have at most 200 bytes", _OF_LOG),
+]
+LogFolder = Annotated[
+    Line, _rule(lambda text: "\\" not in text, "be a path without \\, at which Slurm expands no %j", "Rename it.")
+]
 Setting = Annotated[Text, AfterValidator(_setting)]
-Command = Annotated[list[Text], AfterValidator(_command)]
+Command = Annotated[
+    list[Text],
+    _rule(
+        lambda words: not words or re.match("[^-]", words[0]),
+        "start with a program's name",
+        "Launchers would take -x for an option.",
+    ),
+]
 
 
 def shell(value: object) -> str:

@@ -29,20 +29,17 @@ class State(NamedTuple):
 
 def describe(job_state: State) -> str:
     """Describe a job's state in one line."""
-    parts = [f"job {job_state.job} is {job_state.state}"]
-    parts += [f"({job_state.reason})"] if job_state.reason else []
-    parts += [f"on {job_state.nodes}"] if job_state.nodes else []
-    parts += (
-        [f"for {job_state.elapsed} of {job_state.limit}"] if job_state.elapsed and job_state.state == "RUNNING" else []
-    )
-    parts += [f"after {job_state.elapsed}"] if job_state.elapsed and job_state.ended else []
-    parts += [f"with status {job_state.status}"] if job_state.ended and job_state.status else []
-    parts += (
-        [f"({job_state.restarts} times requeued)"]
-        if job_state.restarts > 1
-        else ["(requeued once)"] * job_state.restarts
-    )
-    return " ".join(parts)
+    job, state, reason, nodes, elapsed, limit, restarts, status = job_state
+    parts = {  # a text: when it is said
+        f"job {job} is {state}": True,
+        f"({reason})": reason,
+        f"on {nodes}": nodes,
+        f"for {elapsed} of {limit}": elapsed and state == "RUNNING",
+        f"after {elapsed}": elapsed and job_state.ended,
+        f"with status {status}": status and job_state.ended,
+        "(requeued once)" if restarts == 1 else f"({restarts} times requeued)": restarts,
+    }
+    return " ".join(text for text, is_said in parts.items() if is_said)
 
 
 def status_of(state: str, code: str) -> int:

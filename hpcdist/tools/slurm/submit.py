@@ -72,7 +72,11 @@ def submit(function: Callable[..., Any], /, *args: Any, site: str = "generic", *
     # Checks come before the folder is created; the real command needs the folder.
     spec = load_spec(**values, site=site, command=[sys.executable])
     if site != LOCAL:
-        _require_no_errors(spec)
+        findings = examine(spec, load_site(site))
+        if errors := [finding.text for finding in findings if finding.level == "error"]:
+            raise ConfigError("\n".join(errors))
+        for finding in findings:
+            log.warning("%s", finding.text)
     call, parent = pickled_call(function, args, settings), Path(spec.output).absolute()
     with making(parent):
         parent.mkdir(parents=True, exist_ok=True)
@@ -83,15 +87,6 @@ def submit(function: Callable[..., Any], /, *args: Any, site: str = "generic", *
     except BaseException:
         shutil.rmtree(folder)
         raise
-
-
-def _require_no_errors(spec: JobSpec) -> None:
-    """Check a job; raise ConfigError with all errors, or log the other findings."""
-    findings = examine(spec, load_site(spec.site))
-    if errors := [finding.text for finding in findings if finding.level == "error"]:
-        raise ConfigError("\n".join(errors))
-    for finding in findings:
-        log.warning("%s", finding.text)
 
 
 def _command(folder: Path, python: str) -> list[str]:

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpcdist.config import fingerprint
 from hpcdist.config.files import neighbours
-from hpcdist.config.merge import as_flags, load
+from hpcdist.config.merge import as_flags, fingerprint, load
 from hpcdist.errors import ConfigError, RunError
 from hpcdist.records import Evaluation, Summary, claimed, load_summary, read_evaluations
 from hpcdist.tools import console

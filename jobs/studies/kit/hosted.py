@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from hpcdist import session
-from hpcdist.config import load
 from hpcdist.config.files import load_function
+from hpcdist.config.merge import load
 from hpcdist.errors import RunError
 from hpcdist.tools.compare.launchers import LAST_LINES, LOG
 from hpcdist.tools.compare.plan import PlannedRun

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from hpcdist.tools.doctor.base import OK, WARNING, Finding, Nodes, Requirements, gather
 
 if TYPE_CHECKING:
-    from hpcdist.comm.communicator import Communicator
+    from hpcdist.comm.communicator import Communicator, Window
     from hpcdist.comm.mpi.communicator import MpiCommunicator
+    from hpcdist.comm.mpi.window import OneSided
 
 SPAN_S = 0.4  # duration of the target's computation, per measurement
 COUNT = 1 << 14  # elements of float32 in a transfer
@@ -28,7 +29,9 @@ def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict
 
     Rank 0 owns the memory; the asker accesses it: the first rank of the second node, or rank 1 on a single node.
     """
-    from hpcdist.comm.mpi.reference import worst_wait
+    import torch
+
+    from hpcdist.comm.mpi.window import OneSided
 
     if comm.size == 1:
         return {"asker": None}
@@ -36,9 +39,9 @@ def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict
     subcomm = comm.split(0)  # a copy, whose messages can't mix with others
     if len(nodes.names) > 1:
         subcomm.memory.choose()  # may measure both transports
-    mpi_s = worst_wait(subcomm, 0, asker, COUNT, _compute, SPAN_S)
-    gather(comm, None)
-    window_s = _window_wait(subcomm, asker)
+    count = COUNT if comm.rank == 0 else 0
+    mpi_s = _longest_wait(subcomm, OneSided(subcomm, torch.zeros(count), helped=False), asker)
+    window_s = _longest_wait(subcomm, subcomm.window(count), asker)
     waits = gather(comm, [mpi_s, window_s])[asker]
     internode = subcomm.memory.internode
     subcomm.close()
@@ -51,14 +54,13 @@ def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict
     }
 
 
-def _window_wait(comm: Communicator, asker: int) -> float:
+def _longest_wait(comm: Communicator, window: Window | OneSided, asker: int) -> float:
     """Collective. Return the asker's longest put or get, in seconds, on rank 0's window; 0.0 on other ranks."""
     import torch
 
-    window, worst_s = comm.window(COUNT if comm.rank == 0 else 0), 0.0
-    values = torch.ones(COUNT)
+    values, worst_s = torch.ones(COUNT), 0.0
     if comm.rank == asker:
-        window.get(values[:1], 0)  # connects
+        window.get(values[:1], 0, 0)  # connects
     gather(comm, None)
     if comm.rank == 0:
         _compute()
@@ -67,7 +69,7 @@ def _window_wait(comm: Communicator, asker: int) -> float:
         while time.perf_counter() - start < SPAN_S:
             for call in (window.put, window.get):
                 started = time.perf_counter()
-                call(values, 0)
+                call(values, 0, 0)
                 worst_s = max(worst_s, time.perf_counter() - started)
     gather(comm, None)
     window.close()

@@ -300,10 +300,7 @@ def _fingerprint(value: Any, n: int) -> tuple[str, Any] | None:
         return None if " at 0x" in entries else ("the checksum", zlib.crc32(entries.encode()))
     rows = torch.as_tensor(value[torch.from_numpy(positions) if isinstance(value, Tensor) else positions])
     if rows.is_floating_point() or rows.is_complex():
-        return "the sum of rows", _ordered_sum(torch.view_as_real(rows) if rows.is_complex() else rows)
+        rows = torch.view_as_real(rows) if rows.is_complex() else rows
+        sums = [row.to(torch.float64).abs().sum().item() for row in rows]
+        return "the sum of rows", sum(weight * total for weight, total in enumerate(sums, start=1))  # by their order
     return "the checksum", zlib.crc32(tensor_bytes(rows).data)
-
-
-def _ordered_sum(rows: Tensor) -> float:
-    """Return a weighted sum that depends on the order of the rows."""
-    return sum(weight * row.to(torch.float64).abs().sum().item() for weight, row in enumerate(rows, start=1))

@@ -72,8 +72,9 @@ class LocalGradients:
             self._step_checksums.append(functools.reduce(_checksum, tensors, 0))
         if self.ignores_nonfinite:
             return []
+        joins = len(self._model.params) == 1  # one dtype and device
         names: list[str] = []
-        if not all(cmath.isfinite(total.item()) for total in _sums(tensors)):
+        if not all(cmath.isfinite(total.item()) for total in _sums(tensors, joins)):
             named = [(s.name, s.tensor.grad) for s in self._model.slots if bucket is None or s.name in bucket.params]
             names = [name for name, grad in named if grad is not None and not torch.isfinite(grad).all()]
         if self._stages is None or again or bucket is not None:
@@ -145,11 +146,14 @@ class LocalGradients:
         return Outcome(clock=self._step, staleness=self.staleness(event), event=event)
 
 
-def _sums(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return sums of which one is not finite if an element is not; those of short tensors are taken together."""
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
-    short = [tensor for tensor in tensors if tensor.numel() <= _SHORT] if len(kinds) == 1 else []
-    sums = [tensor.sum() for tensor in tensors if not short or tensor.numel() > _SHORT]
+def _sums(tensors: Sequence[Tensor], joins: bool) -> list[Tensor]:
+    """Return sums of which one is not finite if an element is not; with `joins` one of all short tensors."""
+    short, sums = [], []
+    for tensor in tensors:
+        if joins and tensor.numel() <= _SHORT:
+            short.append(tensor)
+        else:
+            sums.append(tensor.sum())
     if short:
         sums.append(_flatten_dense_tensors(short).sum())
     if len(sums) > 1 and not sums[0].is_cpu and len({total.device for total in sums}) == 1:

@@ -174,7 +174,7 @@ def test_batches_of_weight_0_in_a_row_leave_no_trace_in_buffers():
         norm(torch.randn(4, 3))
         if steps:
             model.flat_buffers.restore()
-    model.gradients.end_batches()
+    model.gradients.start_batch(None)
     assert all(map(torch.equal, model.buffers, counted))
     norm(torch.randn(4, 3))
     model.gradients.start_batch(1.0)
@@ -308,3 +308,26 @@ def test_strategies_copy_gradients_only_to_sum_them(ranks, name):
 
     for count, reads in ranks(body):
         assert count == (problem.steps_itself(name) or (reads and ranks.size > 1))
+
+
+def test_a_rank_without_others_has_hooks_only_where_a_batch_has_another_weight():
+    """Autograd's own gradients are found at the step; sparse ones become dense, those with a graph are refused."""
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
+    flat = left(model)
+    flat.gradients.configure(alone=True)
+    flat.keep_gradients(None)
+    hooks = lambda: [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]  # noqa: E731
+    assert hooks() == [0, 0, 0]
+    model(torch.tensor([1])).sum().backward()
+    assert flat.gradients.collect().all() and model[0].weight.grad.layout is torch.strided
+    flat.gradients.done()
+    model.zero_grad()
+    model(torch.tensor([1])).sum().backward(create_graph=True)
+    with pytest.raises(ConfigError, match="must be a plain tensor after backward.*; got one with a graph"):
+        flat.gradients.collect()
+    model.zero_grad()
+    flat.gradients.done()
+    flat.gradients.start_batch(0.0)
+    assert hooks() == [1, 1, 1]
+    model(torch.tensor([1])).sum().backward()
+    assert not flat.gradients.collect().any()

@@ -24,10 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Keep torch.compile from compiling a function and what it calls.
-
-    Like torch.compiler.disable, which takes seconds to import.
-    """
+    """Keep torch.compile from compiling a function and its calls; torch.compiler.disable takes seconds to import."""
     target: Any = function
     target._torchdynamo_disable = True  # read when a function that calls it is compiled
     frames = torch._C._dynamo.eval_frame
@@ -40,7 +37,8 @@ def uncompiled(function: Function) -> Function:
 class Gradients:
     """The gradients of the trainable parameters of a `FlatModel` (its docstring lists the calls of a step).
 
-    A hook on each parameter copies a gradient that autograd stored elsewhere into its flat slice.
+    A hook on each parameter copies a gradient that autograd stored elsewhere into its flat slice. A rank without others
+    has no hooks, which take longer than all else here, unless gradients are flat or a batch has another weight than 1.
 
     A backward pass has the weight of its batch. Gradients of a batch of weight 0 are dropped, NaN included; a parameter
     with only such gradients counts as one without gradient. If `configure` says so, the gradients of other batches are
@@ -91,13 +89,13 @@ class Gradients:
         self.changed_by_loop = 0
         self._after_step: list[int] = []  # versions of the gradients
         self._after_pass: list[object] = []  # versions, and fingerprints if any
-        self._weights_batches = False  # see `configure`
+        self._weights_batches = self._alone = False  # see `configure`
         self._equal_weight: float | None = None
         self._fingerprint: Callable[[Tensor], object] | None = None
 
     def configure(
         self, *, weights_batches: bool = False, equal_weight: float | None = None,
-        fingerprint: Callable[[Tensor], object] | None = None,
+        fingerprint: Callable[[Tensor], object] | None = None, alone: bool = False,
     ) -> None:  # fmt: skip
         """Set how gradients are weighted and their changes detected, before the first batch.
 
@@ -106,16 +104,14 @@ class Gradients:
             equal_weight: weight of each batch that counts, instead of weights by samples.
             fingerprint: (flat gradients) -> value that shows changes through `p.grad.data`, which torch does not count;
                 called at the end of a pass and at the step. None: such changes are not detected.
+            alone: there are no other ranks. Passes are not counted then, without hooks.
         """
+        self._alone = alone
         self._weights_batches, self._equal_weight, self._fingerprint = weights_batches, equal_weight, fingerprint
         self._announce_batch(1.0, False)
 
     def _watch(self, slots: Sequence[Slot], flats: Sequence[Tensor] | None) -> None:
-        """Track the gradients of the parameters in these slots from now on, and no others.
-
-        Args:
-            flats: memory for the gradients, zeros like the parameters; None: autograd stores gradients itself.
-        """
+        """Track the gradients of the parameters in these slots, and no others; `flats` as in `keep_gradients`."""
         for hook in (*self._hooks, *self._weight_hooks):
             hook.remove()
         self._slots, self._tensors = slots, [slot.tensor for slot in slots]
@@ -130,34 +126,34 @@ class Gradients:
         self._first: set[int] = set()  # parameters whose first gradient came from a batch of weight 0
         self._hidden: list[int] = []  # gradients removed for the optimiser's step
         self._released = 0  # number of gradients set by the last `release`
-        self._hooks = [
-            slot.tensor.register_post_accumulate_grad_hook(self._make_hook(position))
-            for position, slot in enumerate(slots)
-        ]
-        self._weight_hooks = []
+        self._hooks, self._weight_hooks = [], []
+        if self._flat or not self._alone:
+            self._add_hooks()
         self._set_weight(self.weight)
 
+    def _add_hooks(self) -> None:
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(self._make_hook(position))
+            for position, tensor in enumerate(self._tensors)
+        ]
+
     # --- batches --------------------------------------------------------------------------------------------------
-    def start_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
+    def start_batch(self, weight: float | None = 1.0, *, ends_epoch: bool = False) -> None:
         """Start a batch, before its forward pass: all passes belong to it until the next one.
 
         Loops that never call this have batches of weight 1.
 
         Args:
             weight: this rank's samples in the step divided by the workers' mean number. With weight 0 gradients are
-                dropped, and buffers are restored.
+                dropped, and buffers are restored. None: the loop has ended; later passes belong to no batch.
             ends_epoch: it is the last batch of an epoch, so that an accumulation may be incomplete.
         """
-        self.batch += 1
-        self._announce_batch(weight, ends_epoch)
+        self.batch += weight is not None
+        self._announce_batch(1.0 if weight is None else weight, ends_epoch)
         if not self._needs_hooks and not self._weighted_by_loop:
             for hook in self._weight_hooks:
                 hook.remove()
             self._weight_hooks = []
-
-    def end_batches(self) -> None:
-        """End the last batch of a loop: later passes have weight 1 and belong to no batch."""
-        self._announce_batch(1.0, False)
 
     def set_batch_weight(self, n: float, share: Callable[[float], float] = float) -> None:
         """Change the weight of the current batch, before its forward pass, unless it was announced with weight 0.
@@ -186,7 +182,9 @@ class Gradients:
         self.weight = weight
         self._weighted = self._weighted and bool(self.weights)  # earlier gradients keep their weight
         if self._needs_hooks and not self._weight_hooks:
-            self._weight_hooks = [self._make_weight_hook(slot.tensor) for slot in self._slots]
+            self._weight_hooks = [self._make_weight_hook(tensor) for tensor in self._tensors]
+            if not self._hooks:
+                self._add_hooks()
 
     @property
     def _needs_hooks(self) -> bool:
@@ -365,8 +363,8 @@ class Gradients:
     def _change(self, now: list[object]) -> int:
         """Return a code for the loop's change, to compare between ranks if gradients are already the mean of all ranks.
 
-        0: values are as before. 1: gradients still differ by rank, as inside a pass. Else 2048 + the exponent of the
-        gradients' mean magnitude: different factors on ranks change it in most cases, rounding hardly ever.
+        0: none. 1: gradients still differ by rank, as inside a pass. Else 2048 + the exponent of the mean magnitude:
+        different factors on ranks change it in most cases, rounding hardly ever.
         """
         if self.on_end is None or self._current != _NO_PASS:
             return 1
@@ -402,6 +400,11 @@ class Gradients:
         keeps = any_counts or (self._weights_batches and (bool(self.weights) or self._unchanged_since_step()))
         if not keeps or self._blank:
             self._hide(keeps)
+        if not self._hooks:
+            for position, tensor in enumerate(self._tensors):
+                grad = tensor.grad
+                if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
+                    tensor.grad = self._dense(position, grad)
         used = torch.tensor(self.present(), dtype=torch.bool)
         for position, (tensor, view, pointer) in enumerate(zip(self._tensors, self._views, self._pointers)):
             grad = tensor.grad

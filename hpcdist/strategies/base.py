@@ -204,8 +204,9 @@ class Strategy(abc.ABC):
         factor = comm.size if self.contract.updates == "here" else 1.0  # a mean of p times the gradients is their sum
         equal_weight = factor if self.adds_up else None  # servers don't divide
         model.gradients.configure(
-            weights_batches=self.contract.weights_batches, equal_weight=equal_weight, fingerprint=fingerprint
-        )
+            weights_batches=self.contract.weights_batches, equal_weight=equal_weight, fingerprint=fingerprint,
+            alone=comm.size == 1 and stages is None,
+        )  # fmt: skip
         if not self.contract.reads_gradients:
             model.keep_gradients(None)
         broadcast_model(comm, model)

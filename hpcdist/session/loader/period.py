@@ -74,7 +74,7 @@ def period(
         pauses = True
     finally:
         for strategy in strategies:
-            strategy.model.gradients.end_batches()
+            strategy.model.gradients.start_batch(None)
         for optimizer in optimizers if pauses else ():
             optimizer.strategy.pause()
             optimizer.attachment.snapshot = None  # until the next epoch the loop may change parameters
@@ -117,7 +117,7 @@ class Epoch:
         hooks = []
         try:
             for number, batch in enumerate(batches):
-                if number == 1 and not self._trains():
+                if number == 1 and current().comm.size > 1 and not self._trains():  # one rank may do anything
                     modules = [strategy.model.module for strategy in self._strategies]
                     plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
                     hooks = [module.register_forward_pre_hook(self._record_run) for module in plain]

@@ -41,9 +41,9 @@ from hpcdist.records import (
     local_cores_of_host,
     locked,
     making,
-    note_step,
     now,
     read_records,
+    record_first_step,
     record_path,
     resources_path,
     start_run,
@@ -175,8 +175,6 @@ class LoopRun:
     # --- the folder ---------------------------------------------------------------------------------------------------
     def _claimed(self, folder: Path) -> Path:
         """Lock the run's folder, and check that it has no finished run and none of another script."""
-        with making(folder, "run"):
-            folder.mkdir(parents=True, exist_ok=True)
         self._until_the_end.enter_context(locked(folder, ENDING_S, "run"))
         earlier = load_run(folder)
         if (folder / SUMMARY).exists():
@@ -308,7 +306,7 @@ class LoopRun:
             self._trained = sum(each.samples for of_rank in earlier.values() for each in of_rank)
             self._seconds = sum(each.seconds for each in earlier.get(rank, ()))
         if rank == 0 and step > 1:
-            note_step(self.folder, step - 1)
+            record_first_step(self.folder, step - 1)
         writer = RecordWriter(path, first_step=step)
         if self._is_main:
             keep_evaluations(self.folder, step - 1)

@@ -71,7 +71,7 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises:
         CheckpointError: it is damaged, or has another model, or another class of optimiser or schedule.
     """
-    session, saved = current(), SavedWorld(path, checkpoint.verify_on_all_ranks(trainer.comm, path))
+    session, saved = current(), SavedWorld(path, checkpoint.verify(path, trainer.comm))
     raise_on_all_ranks = partial(saved.raise_on_all_ranks, session)
     changed = raise_on_all_ranks(lambda: _compare(trainer, saved))
     same = saved.is_same(session, {"": (trainer.optimizer, ())})

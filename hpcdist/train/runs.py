@@ -205,13 +205,12 @@ def _open_folder(
     """Create or find the run's folder, and lock it until the end."""
     if output is None and resume:
         raise ConfigError("--output must be given with --resume; got none. It names the run to resume.")
-    with making(output or Path(config.output)):
-        if output is None:
+    folder = output
+    if folder is None:
+        with making(Path(config.output)):
             folder = _new_folder(Path(config.output), f"{job_path.stem}-{label(config.strategy.name)}-{ranks}")
-            until_the_end.callback(_remove_unused, folder)
-        else:
-            (folder := output).mkdir(parents=True, exist_ok=True)
-        until_the_end.enter_context(locked(folder, ENDING_S if resume else 0.0))
+        until_the_end.callback(_remove_unused, folder)
+    until_the_end.enter_context(locked(folder, ENDING_S if resume else 0.0))
     if not resume and any(folder.glob("records-rank*.jsonl")):
         raise ConfigError(
             f"--output must be a folder without records; got {folder}, which holds a run. Add --resume to continue it, "

@@ -20,7 +20,7 @@ from hpcdist.data.sharding import EpochPlan
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.consistency import changed_fingerprints, fingerprints, require_same_loader, start_epoch
-from hpcdist.session.loader.batches import count_samples, counting_message, same_on_all_ranks
+from hpcdist.session.loader.batches import AroundLoader, count_samples, counting_message, same_on_all_ranks
 from hpcdist.session.loader.period import Epoch, WeightedBatch, gather_counts, joint_batch, period, relative_weight
 from hpcdist.session.loader.sampling import Order, identical_batches, iterate_with_worker_seed, sample_order
 from hpcdist.session.run import LoopRun
@@ -104,7 +104,7 @@ def shard(
     return sharded
 
 
-class ShardedLoader:
+class ShardedLoader(AroundLoader):
     """Iterate over this rank's share of the samples, one epoch per iteration. Created by `shard`.
 
     Attributes:
@@ -138,12 +138,6 @@ class ShardedLoader:
             else:
                 kept["batch_sampler"] = self.batches
             self._sharded = DataLoader(loader.dataset, **kept)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the plain loader, such as `dataset`, `batch_size` or `sampler`."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hpcdist import session
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config.job import JobConfig, StrategyConfig
 from hpcdist.config.optimizer import optimizers
-from hpcdist.data.loader import Batch, Loader
+from hpcdist.data.loader import Loader
 from hpcdist.errors import ConfigError
 from hpcdist.records import StepRecord, Summary, digest
 from hpcdist.session.curves import Curves
@@ -156,7 +156,11 @@ class BaselineTrainer:
         plan, batches, done = self._loader.plan, iter(self._loader), 0
         while done < plan.steps and not stop_conditions.ended:
             n_steps, old_samples = min(plan.steps - done, stop_conditions.steps or plan.steps), stop_conditions.samples
-            self._steps(batches, done, n_steps)
+            with self.log.training():
+                for step in range(done, done + n_steps):
+                    x, y = next(batches)
+                    self._step(x.to(self.device), y.to(self.device), plan.weight(step, self.comm.rank))
+                self.comm.barrier()
             done, position.step = done + n_steps, position.step + n_steps
             position.consumed = plan.position(done)
             stop_conditions.check_clock(self.log.train_s, n_steps)
@@ -168,14 +172,6 @@ class BaselineTrainer:
                 self._evaluate()
             if done == plan.steps:
                 self._advance_schedule("epoch", evaluates)
-
-    def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
-        """Collective. Take `count` steps, one per batch; `first` is the number of the first one in the epoch."""
-        with self.log.training():
-            for step in range(first, first + count):
-                x, y = next(batches)
-                self._step(x.to(self.device), y.to(self.device), self._loader.plan.weight(step, self.comm.rank))
-            self.comm.barrier()
 
     def _step(self, x: Tensor, y: Tensor, weight: float) -> None:
         """Take one optimizer step on a batch, and record it; `weight` 0: a padding batch, whose gradient is ignored."""

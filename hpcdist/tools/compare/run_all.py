@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from hpcdist.errors import RunError
-from hpcdist.records import claimed, load_summary
+from hpcdist.records import load_summary, locked
 from hpcdist.tools import console, report
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import Launcher
@@ -194,7 +194,7 @@ def run_all(runs: ExperimentRuns, launcher: Launcher, workers: int = 1) -> bool:
     output = runs.folder
     for sentence in runs.skipped:
         console.note(sentence)
-    with claimed(output), interruptible(lambda: f"`hpcdist {runs.experiment.command} --output {output}` resumes it"):
+    with locked(output), interruptible(lambda: f"`hpcdist {runs.experiment.command} --output {output}` resumes it"):
         resumed = (output / COMPARISON).exists()
         console.note(f"resuming in {output}" if resumed else f"new folder: {output}")
         failed = runs.run(Runner(output, launcher, workers))

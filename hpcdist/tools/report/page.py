@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from html import escape
 from multiprocessing import get_context
@@ -103,7 +103,25 @@ def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress
     (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
     name = jobs[0].job.title
     name = Path(name).name if name.endswith(".py") else name
-    return _render(f"{parts[0]['question']} {name}" if len(jobs) == 1 else f"Runs in {title}", parts=parts, drawn=drawn)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # Names in backquotes are code.
+    environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
+    environment.tests["number"] = lambda text: re.match(r"[−+<\d–]", text) is not None
+    return environment.get_template(TEMPLATE).render(
+        title=f"{parts[0]['question']} {name}" if len(jobs) == 1 else f"Runs in {title}",
+        parts=parts,
+        drawn=drawn,
+        shown_reasons=SHOWN_REASONS,
+        shown_rows=SHOWN_ROWS,
+        written=now(),
+        version=__version__,
+    )
 
 
 def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
@@ -191,29 +209,6 @@ def sections_of(analysis: Analysis) -> list[Section]:
         if parts:
             sections.append(Section(name, getattr(plugin, "TITLE", name), figures, tables, notes))
     return sections
-
-
-def _render(title: str, *, parts: Sequence[Mapping[str, Any]], drawn: Mapping[str, str]) -> str:
-    """Render the page from the results of `_part` and the SVG elements of the figures by name."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # Names in backquotes are code.
-    environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
-    environment.tests["number"] = lambda text: re.match(r"[−+<\d–]", text) is not None
-    return environment.get_template(TEMPLATE).render(
-        title=title,
-        parts=parts,
-        drawn=drawn,
-        shown_reasons=SHOWN_REASONS,
-        shown_rows=SHOWN_ROWS,
-        written=now(),
-        version=__version__,
-    )
 
 
 def _facts(job: JobRuns) -> dict[str, str]:

@@ -204,9 +204,7 @@ class LoopRun:
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            interrupted = issubclass(kind, KeyboardInterrupt)
-            message = "Ctrl-C" if interrupted else f"{kind.__name__}: {error}".partition("\n")[0]
-            self._end("interrupted" if interrupted else "failed", message)
+            self._end(*outcome_of(error))
             previous(kind, error, trace)
 
         sys.excepthook = hook
@@ -379,6 +377,13 @@ class LoopRun:
 
     def _write_summary(self) -> None:
         write_summary(self.folder, summarise(read_records(self.folder), metrics=self._metrics, **(self._summary or {})))
+
+
+def outcome_of(error: BaseException) -> tuple[Outcome, str]:
+    """Return the outcome of a run that an exception ended, and the reason."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "Ctrl-C"
+    return "failed", f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def next_run(run: LoopRun | None, comm: Communicator, folder: Path, log: tuple[str, ...]) -> LoopRun:

@@ -67,21 +67,20 @@ class Policy(abc.ABC):
 class GradientWorker(Worker):
     """Push the gradient with the clock of the parameters it was computed from, and copy the reply into the model.
 
-    Args:
-        overlap: continue immediately, and take the reply in the next step.
+    With the option `overlap` continue immediately, and take the reply in the next step.
 
     Raises:
         ConfigError: `overlap` on servers that are workers too.
     """
 
-    def __init__(self, strategy: ServerStrategy, *, overlap: bool = False):
+    def __init__(self, strategy: ServerStrategy):
         super().__init__(strategy)
-        if overlap and self.replica.colocated:
+        self._overlap = getattr(strategy.config, "overlap", False)
+        if self._overlap and self.replica.colocated:
             raise ConfigError(
                 "strategy.overlap must be false where strategy.servers is 'colocated', whose shards change only inside "
                 "a step; got true. Leave it out, or give ranks of their own to the servers."
             )
-        self._overlap = overlap
         self._clips = strategy.gradients.clip_norm is not None and strategy.update_norm is None
         self._compression = strategy.config.compression
         workers, first = strategy.roles.workers, self._compression.warmup_ranks
@@ -357,7 +356,7 @@ class GradientStrategy(ServerStrategy):
         """Create the policy of this rank, a server or aggregator."""
 
     def make_worker(self) -> Worker:
-        return GradientWorker(self, overlap=getattr(self.config, "overlap", False))
+        return GradientWorker(self)
 
     def make_server(self) -> Server:
         return GradientServer(self, self.policy())

@@ -20,8 +20,6 @@ class ElasticStrategy(ServerStrategy):
     """Base of strategies whose workers and a centre on the servers pull each other."""
 
     class Config(ServerStrategy.Config):
-        """Options of elastic averaging."""
-
         period: int = Field(4, ge=1, description="steps of a worker between two exchanges with the centre")
         beta: float = Field(
             0.9, ge=0, lt=2, description="p * a for p workers: strength of the pull between each worker and the centre"

@@ -56,8 +56,6 @@ class ServerStrategy(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options that all strategies with servers have."""
-
         servers: Servers = Field(
             1, description="number of server ranks, each with a shard; colocated: all ranks are workers and servers"
         )

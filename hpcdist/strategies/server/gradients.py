@@ -233,9 +233,10 @@ class GradientServer(Server):
     An aggregator pushes the sum to its parent instead of updating, and forwards the parent's reply to its children.
     """
 
-    def __init__(self, strategy: ServerStrategy, policy: Policy):
+    def __init__(self, strategy: GradientStrategy):
         super().__init__(strategy)
-        self.policy, self._synchronous = policy, strategy.synchronous
+        self.policy, self._synchronous = strategy.policy(), strategy.synchronous
+        policy = self.policy
         self._count = len(strategy.hyperparameters)
         norm, self._servers = strategy.update_norm, strategy.servers
         self._clip = None if norm is None else partial(self._clip_update, norm)
@@ -351,12 +352,8 @@ class GradientServer(Server):
 class GradientStrategy(ServerStrategy):
     """Base of strategies whose workers push gradients, and whose servers update by a policy."""
 
+    worker_type, server_type = GradientWorker, GradientServer
+
     @abc.abstractmethod
     def policy(self) -> Policy:
         """Create the policy of this rank, a server or aggregator."""
-
-    def make_worker(self) -> Worker:
-        return GradientWorker(self)
-
-    def make_server(self) -> Server:
-        return GradientServer(self, self.policy())

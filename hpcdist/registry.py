@@ -253,6 +253,9 @@ CATALOGUES = {
         Catalogue("loggers", "hpcdist.session.loggers", "log", subclass_of("hpcdist.session.loggers.base:Logger")),
         Catalogue("schedules", "hpcdist.parallel.schedules", "schedule", function("table"), "table"),
         Catalogue("checks", "hpcdist.tools.doctor.checks", "check", functions("measure", "judge"), "name"),
+        Catalogue(
+            "baselines", "hpcdist.tools.baselines", "baseline", subclass_of("hpcdist.tools.baselines.base:Library")
+        ),
         Catalogue("commands", "hpcdist.tools.cli", "command", function("app"), "app"),
         Catalogue("figures", "hpcdist.tools.report.figures", "figure", functions("draw"), "draw"),
     )

@@ -35,7 +35,7 @@ def spans(model: FlatModel) -> list[list[Span]]:
     """Return the spans of the trainable parameters in each tensor of `model.params`, ascending."""
     of_groups: list[list[Span]] = [[] for _ in model.params]
     for number, slot in enumerate(model.slots):
-        of_groups[slot.group].append(Span(slot.start, slot.stop, tuple(slot.shape), number))
+        of_groups[slot.group].append(Span(slot.start, slot.stop, tuple(slot.tensor.shape), number))
     return of_groups
 
 

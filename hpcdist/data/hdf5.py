@@ -144,8 +144,12 @@ class HDF5Dataset(Dataset, AbstractContextManager):
 
     def labels(self) -> np.ndarray:
         """Read y of all samples."""
-        with HDF5Dataset(self.path, self.split, columns=("y",)) as dataset:
-            return dataset.batch(np.arange(len(self)))[1].numpy()
+        if "y" not in self._columns:
+            with HDF5Dataset(self.path, self.split) as dataset:
+                return dataset.labels()
+        if self._pid != os.getpid():
+            self._open()
+        return cast(MappedRows, self._y).take(np.arange(len(self)))
 
     def stored_labels(self) -> Tensor | None:
         """Return y of all samples if it is one integer for each, else None."""

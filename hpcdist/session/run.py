@@ -41,9 +41,9 @@ from hpcdist.records import (
     local_cores_of_host,
     locked,
     making,
-    note_step,
     now,
     read_records,
+    record_first_step,
     record_path,
     resources_path,
     start_run,
@@ -175,8 +175,6 @@ class LoopRun:
     # --- the folder ---------------------------------------------------------------------------------------------------
     def _claimed(self, folder: Path) -> Path:
         """Lock the run's folder, and check that it has no finished run and none of another script."""
-        with making(folder, "run"):
-            folder.mkdir(parents=True, exist_ok=True)
         self._until_the_end.enter_context(locked(folder, ENDING_S, "run"))
         earlier = load_run(folder)
         if (folder / SUMMARY).exists():
@@ -206,9 +204,7 @@ class LoopRun:
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            interrupted = issubclass(kind, KeyboardInterrupt)
-            message = "Ctrl-C" if interrupted else f"{kind.__name__}: {error}".partition("\n")[0]
-            self._end("interrupted" if interrupted else "failed", message)
+            self._end(*outcome_of(error))
             previous(kind, error, trace)
 
         sys.excepthook = hook
@@ -310,7 +306,7 @@ class LoopRun:
             self._trained = sum(each.samples for of_rank in earlier.values() for each in of_rank)
             self._seconds = sum(each.seconds for each in earlier.get(rank, ()))
         if rank == 0 and step > 1:
-            note_step(self.folder, step - 1)
+            record_first_step(self.folder, step - 1)
         writer = RecordWriter(path, first_step=step)
         if self._is_main:
             keep_evaluations(self.folder, step - 1)
@@ -381,6 +377,13 @@ class LoopRun:
 
     def _write_summary(self) -> None:
         write_summary(self.folder, summarise(read_records(self.folder), metrics=self._metrics, **(self._summary or {})))
+
+
+def outcome_of(error: BaseException) -> tuple[Outcome, str]:
+    """Return the outcome of a run that an exception ended, and the reason."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "Ctrl-C"
+    return "failed", f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def next_run(run: LoopRun | None, comm: Communicator, folder: Path, log: tuple[str, ...]) -> LoopRun:

@@ -25,7 +25,6 @@ from hpcdist.session.loader.period import WeightedBatch, joint_batch, period
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.train import resume
-from hpcdist.train.early_stopping import EarlyStopping
 from hpcdist.train.evaluate import IterateAverage, evaluate
 from hpcdist.train.job import Job, describe_data, open_data, split_samples
 from hpcdist.train.log import Progress, RunLog
@@ -33,8 +32,7 @@ from hpcdist.train.numerics import Precision, count_skipped, require_finite
 from hpcdist.train.planning import with_measured_cut
 from hpcdist.train.replica import StagedReplica, WholeReplica
 from hpcdist.train.resume import Position
-from hpcdist.train.saving import Saving
-from hpcdist.train.stop_conditions import StopConditions
+from hpcdist.train.stop_conditions import EarlyStopping, Saving, StopConditions
 
 T = TypeVar("T")
 SAVED_BYTES_S = 100e6  # assumed for the first checkpoint: a slow shared file system

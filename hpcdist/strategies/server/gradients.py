@@ -91,7 +91,7 @@ class GradientWorker(Worker):
     def step(self, update: Update) -> Outcome:
         strategy, gradients = self.strategy, self.model.gradients
         weight = gradients.mean_weight
-        contributes, weight = weight > 0, weight if gradients.weights_batches else 1.0
+        contributes, weight = weight > 0, weight if strategy.contract.weights_batches else 1.0
         used, skipped = gradients.collect(), strategy.gradients.skipped()
         if self._clips and not skipped:
             strategy.gradients.clip(weight)

@@ -40,7 +40,6 @@ class Line:
 @dataclass(frozen=True)
 class Script:
     lines: tuple[Line, ...]
-    batch: bool  # for sbatch; otherwise bash runs it, and the script allocates nodes
 
     @property
     def text(self) -> str:
@@ -81,7 +80,7 @@ def render(spec: JobSpec, site: Site) -> Script:
             f"template must be in jinja2 with the names spec and site; got {error} in {spec.template or spec.shape}. "
             "Compare the templates that come with hpcdist."
         ) from None
-    return Script(tuple(_lines(text)), batch=spec.shape != "interactive")
+    return Script(tuple(_lines(text)))
 
 
 def _read_template(path: str) -> str:

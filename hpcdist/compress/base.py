@@ -61,8 +61,6 @@ class Compressor(abc.ABC):
     """
 
     class Config(Settings):
-        """Options of a compressor."""
-
         def check_feedback(self) -> None:
             """Raise ValueError if error feedback may diverge, because an error may be larger than its tensor."""
 

@@ -112,8 +112,8 @@ class Strategy(abc.ABC):
             return tuple(range(size))
 
         def needed(self, size: int) -> tuple[int, ...]:
-            """Return the ranks that the run cannot continue without."""
-            return tuple(range(size))
+            """Return the ranks that the others can't continue without, where a contract says that others continue."""
+            return ()
 
         def optimizer_ranks(self, size: int) -> tuple[int, ...]:
             """Return the ranks that share one optimiser's state; empty where each rank has a complete optimiser."""
@@ -253,7 +253,9 @@ class Strategy(abc.ABC):
             RankFailedError: the run cannot continue without a rank that failed, see `Config.needed`.
         """
         self.comm.failures.shrink()
-        for rank in set(self.config.needed(self.comm.size)) & set(self.comm.failures.lost):
+        everyone, size = self.contract.deaths == "end all", self.comm.size
+        needed = range(size) if everyone else self.config.needed(size)
+        for rank in set(needed) & set(self.comm.failures.lost):
             raise RankFailedError(
                 f"rank {rank} has died, and the others can't continue without it. Resume from the last checkpoint."
             )

@@ -64,73 +64,6 @@ class ShardAdagrad:
         return rate / self._first_rate if self._first_rate else float(rate > 0)  # none is known: on or off
 
 
-@final
-class Downpour(ServerStrategy):
-    """Step locally, push the sum of the gradients every `n_push` steps, and fetch parameters every `n_fetch`.
-
-    A worker's step: add the gradient to the sum, run the local optimiser; every `n_push` steps put the sum into its
-    slot on the servers; every `n_fetch` steps replace the parameters by the servers'. Each server applies pushes to its
-    shard, one at a time, with Adagrad: the learning rate of an element is γ/√Σg² over all pushes so far; shards are
-    independent. With `server_rule = "optimizer"` the servers run the job's optimiser instead; then
-    `n_push = n_fetch = 1` is `parameter_server`, to the bit for the same order of arrival.
-
-    A schedule in the loop changes the server's learning rate too: γ is `rate` times the worker's learning rate divided
-    by its initial one (`initial_lr`, or the schedule's `max_lr`); the job's optimiser gets the worker's
-    hyper-parameters. Gradients are clipped before they are added to the sum.
-
-    Only the first worker sends the first `warm_start` pushes: each other worker drops its first gradient and starts
-    from the parameters after the warm start. The end of an epoch or a checkpoint ends the warm start early. Gradients
-    in a worker's sum at the end of an epoch stay for the next epoch.
-
-    Records have the staleness of pushes: the server's clock when a push is applied minus the clock of the worker's last
-    fetched parameters. Bytes per worker: one gradient vector per push, one parameter vector per fetch.
-
-    For a model in half precision the servers keep parameters and Σg² in float32, and reply with rounded parameters.
-
-    Example on 3 ranks:
-        >>> optimizer = hd.DistributedOptimizer(sgd, model, "downpour", n_push=2, n_fetch=2)
-
-    Reference: Jeffrey Dean et al., "Large scale distributed deep networks", 2012, section 4.1; the worker's loop is
-    algorithm 7.1 of its appendix. Adagrad: John Duchi, Elad Hazan, Yoram Singer, 2011.
-    """
-
-    class Config(ServerStrategy.Config):
-        n_fetch: int = Field(1, ge=1, description="steps of a worker between two fetches of parameters")
-        n_push: int = Field(1, ge=1, description="steps of a worker between two pushes of gradients")
-        server_rule: Literal["adagrad", "optimizer"] = Field(
-            "adagrad", description="optimiser of the server: Adagrad, or the job's optimiser"
-        )
-        rate: float = Field(0.05, gt=0, description="γ, learning rate of the server's Adagrad")
-        warm_start: int = Field(
-            0, ge=0, description="number of pushes that the first worker makes before the others start"
-        )
-
-        @model_validator(mode="after")
-        def _shards_have_a_rule_of_their_own(self) -> Self:
-            if self.servers == "colocated" and self.server_rule == "optimizer":
-                raise ValueError(
-                    "must be 'adagrad' where strategy.servers is 'colocated': the job's own optimiser takes the "
-                    "worker's local steps there; got server_rule 'optimizer'."
-                )
-            return self
-
-        def optimizer_ranks(self, size: int) -> tuple[int, ...]:
-            return super().optimizer_ranks(size) if self.server_rule == "optimizer" else ()
-
-        def narrow(self, contract: Contract, size: int) -> Contract:
-            contract = replace(super().narrow(contract, size), parameters="kept" if size == 1 else "replaced")
-            return contract if self.server_rule == "optimizer" else replace(contract, consensus="elsewhere")
-
-    steps_on_workers = True  # with Adagrad on the servers
-    config: Config
-
-    def make_worker(self) -> _Worker:
-        return _Worker(self)
-
-    def make_server(self) -> _Server:
-        return _Server(self)
-
-
 class _Worker(Worker):
     """Take local steps, and push the sum of their gradients every `n_push` steps."""
 
@@ -229,3 +162,65 @@ class _Server(Server):
             self._rule.add(request)
             self._rule.apply(self.strategy.hyperparameters.track_counters(self.update), 1.0)
         self.count_update([staleness])
+
+
+@final
+class Downpour(ServerStrategy):
+    """Step locally, push the sum of the gradients every `n_push` steps, and fetch parameters every `n_fetch`.
+
+    A worker's step: add the gradient to the sum, run the local optimiser; every `n_push` steps put the sum into its
+    slot on the servers; every `n_fetch` steps replace the parameters by the servers'. Each server applies pushes to its
+    shard, one at a time, with Adagrad: the learning rate of an element is γ/√Σg² over all pushes so far; shards are
+    independent. With `server_rule = "optimizer"` the servers run the job's optimiser instead; then
+    `n_push = n_fetch = 1` is `parameter_server`, to the bit for the same order of arrival.
+
+    A schedule in the loop changes the server's learning rate too: γ is `rate` times the worker's learning rate divided
+    by its initial one (`initial_lr`, or the schedule's `max_lr`); the job's optimiser gets the worker's
+    hyper-parameters. Gradients are clipped before they are added to the sum.
+
+    Only the first worker sends the first `warm_start` pushes: each other worker drops its first gradient and starts
+    from the parameters after the warm start. The end of an epoch or a checkpoint ends the warm start early. Gradients
+    in a worker's sum at the end of an epoch stay for the next epoch.
+
+    Records have the staleness of pushes: the server's clock when a push is applied minus the clock of the worker's last
+    fetched parameters. Bytes per worker: one gradient vector per push, one parameter vector per fetch.
+
+    For a model in half precision the servers keep parameters and Σg² in float32, and reply with rounded parameters.
+
+    Example on 3 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "downpour", n_push=2, n_fetch=2)
+
+    Reference: Jeffrey Dean et al., "Large scale distributed deep networks", 2012, section 4.1; the worker's loop is
+    algorithm 7.1 of its appendix. Adagrad: John Duchi, Elad Hazan, Yoram Singer, 2011.
+    """
+
+    class Config(ServerStrategy.Config):
+        n_fetch: int = Field(1, ge=1, description="steps of a worker between two fetches of parameters")
+        n_push: int = Field(1, ge=1, description="steps of a worker between two pushes of gradients")
+        server_rule: Literal["adagrad", "optimizer"] = Field(
+            "adagrad", description="optimiser of the server: Adagrad, or the job's optimiser"
+        )
+        rate: float = Field(0.05, gt=0, description="γ, learning rate of the server's Adagrad")
+        warm_start: int = Field(
+            0, ge=0, description="number of pushes that the first worker makes before the others start"
+        )
+
+        @model_validator(mode="after")
+        def _shards_have_a_rule_of_their_own(self) -> Self:
+            if self.servers == "colocated" and self.server_rule == "optimizer":
+                raise ValueError(
+                    "must be 'adagrad' where strategy.servers is 'colocated': the job's own optimiser takes the "
+                    "worker's local steps there; got server_rule 'optimizer'."
+                )
+            return self
+
+        def optimizer_ranks(self, size: int) -> tuple[int, ...]:
+            return super().optimizer_ranks(size) if self.server_rule == "optimizer" else ()
+
+        def narrow(self, contract: Contract, size: int) -> Contract:
+            contract = replace(super().narrow(contract, size), parameters="kept" if size == 1 else "replaced")
+            return contract if self.server_rule == "optimizer" else replace(contract, consensus="elsewhere")
+
+    worker_type, server_type = _Worker, _Server
+    steps_on_workers = True  # with Adagrad on the servers
+    config: Config

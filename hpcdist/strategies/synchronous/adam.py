@@ -55,8 +55,6 @@ class AdamStep(OwnStep):
     """
 
     class Config(OwnStep.Config):
-        """Options of strategies with Adam's step."""
-
         compression: CompressionConfig = Field(
             CompressionConfig(name="ef_signsgd"),
             description="how means are compressed, in both directions; none: they are not",

@@ -42,8 +42,6 @@ class OwnStep(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of strategies that replace the step."""
-
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
 
     config: Config

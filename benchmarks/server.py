@@ -127,7 +127,7 @@ class _Place:
         self.comm, self.servers, self.count, self.model = comm, servers, count, FlatModel(module)
         self.strategy = ParameterServer(ParameterServer.Config(servers=servers), comm.split(0), self.model)
         self.workers = self.strategy.roles.workers
-        self.shards = [self.strategy.placement.shards[rank] for rank in range(servers)]
+        self.shards = [self.strategy.replica.shards[rank] for rank in range(servers)]
         self._parameters = list(module)
         self.model.grads[0].fill_(1e-3)
         self.model.gradients.release([True] * servers)

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from hpcdist.config.files import is_class, load_module
-from hpcdist.errors import ConfigError, HpcdistError, UnknownNameError, place, suggestion
+from hpcdist.config.files import is_class, load_member, split_reference
+from hpcdist.errors import ConfigError, HpcdistError, UnknownNameError, place
 
 Take = Callable[[Any, str, str], Any]  # (imported module or member, plug-in's name, its origin) -> plug-in
 
@@ -75,7 +75,8 @@ class Catalogue:
                 "text, and its options separately."
             )
         if ":" in name or name.endswith(".py"):
-            return self._origin_in_file(name)
+            path, member = split_reference(name, self.setting, self.member)
+            return Origin(name, lambda: load_member(path, member, self.setting, self._fits))
         origins = [*self._installed().get(name, ())]
         if name in _modules(self.package):
             module = f"{self.package}.{name}"
@@ -113,38 +114,10 @@ class Catalogue:
     def _installed(self) -> dict[str, tuple[Origin, ...]]:
         return _entry_points(f"hpcdist.{self.group}", tuple(sys.path))
 
-    def _origin_in_file(self, name: str) -> Origin:
-        file, colon, member = name.rpartition(":")
-        if not colon or not member:
-            raise ConfigError(
-                f"{self.setting} must be path/to/file.py:{self.member} to be loaded from a file; got {name!r}. Add "
-                "a colon and its name there."
-            )
-        path = Path(file)
-        if not path.is_file():
-            raise ConfigError(
-                f"{self.setting} must be in a file that exists; got {name!r}, and there is no {file} in {Path.cwd()}. "
-                "Check the path, which is relative to the current folder."
-            )
-
-        def open_file() -> Any:
-            module = load_module(path)
-            if not hasattr(module, member):
-                fitting = [known for known, value in vars(module).items() if self._fits(module, known, value)]
-                raise ConfigError(
-                    f"{self.setting} must be defined in {file}, which has {', '.join(fitting) or 'none'}; got "
-                    f"{member!r}.{suggestion(member, fitting)}"
-                )
-            return getattr(module, member)
-
-        return Origin(name, open_file)
-
-    def _fits(self, module: ModuleType, name: str, value: Any) -> bool:
-        """Return whether a file's member is such a plug-in: its own, not one that it imports."""
-        if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
-            return False
+    def _fits(self, value: Any) -> bool:
+        """Return whether a member of a file is such a plug-in."""
         try:
-            self.take(value, name, name)
+            self.take(value, "", "")
         except ConfigError:
             return False
         return True
@@ -277,6 +250,9 @@ CATALOGUES = {
         Catalogue("loggers", "hpcdist.session.loggers", "log", subclass_of("hpcdist.session.loggers.base:Logger")),
         Catalogue("schedules", "hpcdist.parallel.schedules", "schedule", function("table"), "table"),
         Catalogue("checks", "hpcdist.tools.doctor.checks", "check", functions("measure", "judge"), "name"),
+        Catalogue(
+            "baselines", "hpcdist.tools.baselines", "baseline", subclass_of("hpcdist.tools.baselines.base:Library")
+        ),
         Catalogue("commands", "hpcdist.tools.cli", "command", function("app"), "app"),
         Catalogue("figures", "hpcdist.tools.report.figures", "figure", functions("draw"), "draw"),
     )

@@ -172,7 +172,7 @@ def test_a_summary_knows_mean_maximum_and_histogram_of_staleness(parts):
     assert found.max == max(values, default=0)
     kinds, numbers = np.unique(np.array(values, dtype=int), return_counts=True)
     assert list(found.histogram.items()) == list(zip(kinds.tolist(), numbers.tolist(), strict=True))
-    with pytest.raises(DataError, match="staleness must be at least 0; got -1. The clock was read out of order"):
+    with pytest.raises(DataError, match="got staleness.mean: Input should be greater than or equal to 0, got -0.5"):
         summarise({0: [StepRecord(1, staleness=(0, -1))]}, workers=1, **GIVEN)
 
 

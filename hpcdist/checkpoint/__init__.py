@@ -15,7 +15,7 @@ plan for several ranks without a process group, and has no checksums.
 
 from hpcdist.checkpoint.folder import best_of
 from hpcdist.checkpoint.generators import random_state, set_random_state
-from hpcdist.checkpoint.load import SavedRank, find, latest, latest_on_all_ranks, survey, verify, verify_on_all_ranks
+from hpcdist.checkpoint.load import SavedRank, find, latest, latest_on_all_ranks, survey, verify
 from hpcdist.checkpoint.manifest import FILE_NAME as MANIFEST
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
 from hpcdist.checkpoint.refusal import raise_on_all_ranks, understood

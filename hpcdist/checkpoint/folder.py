@@ -53,9 +53,12 @@ def clean(folder: Path) -> None:
 
 
 def publish(temporary: Path, step: int, keep: int, best: Sequence[int] = ()) -> None:
-    """Give a complete checkpoint its final name, and remove all but the last `keep` and the best."""
-    folder = temporary.parent
-    final = folder / step_name(step)
+    """Give a complete checkpoint its final name, and remove all but the last `keep` and the best.
+
+    Args:
+        best: steps, the best first.
+    """
+    folder, final = temporary.parent, temporary.with_name(step_name(step))
     if final.exists():
         replaced = folder / f"{final.name}.replaced"
         if replaced.exists():
@@ -63,37 +66,26 @@ def publish(temporary: Path, step: int, keep: int, best: Sequence[int] = ()) -> 
         final.rename(replaced)
     temporary.rename(final)
     sync(folder)
-    _prune(final, step, keep, best)
-
-
-def best_of(folder: Path, steps: Iterable[int]) -> Path | None:
-    """Return the checkpoint of the first of these steps that has one; None if none has."""
-    return next((path for step in steps if (path := folder / step_name(step)).is_dir()), None)
-
-
-def _prune(final: Path, step: int, keep: int, best: Sequence[int]) -> None:
-    """Rename checkpoints of later steps than `step`, and remove all but the last `keep` and the best one.
-
-    Args:
-        final: the checkpoint of `step`.
-        best: steps, the best first.
-    """
-    # The run resumed from an earlier step: checkpoints of later steps must not count as its latest.
-    newer = [path for path in listing(final.parent) if step_of(path) > step]
-    for path in newer:
+    # If the run resumed from an earlier step, checkpoints of later steps must not count as its latest.
+    for path in [path for path in listing(folder) if step_of(path) > step]:
         abandoned = path.rename(path.with_name(f"{path.name}.abandoned-{secrets.token_hex(4)}"))
         warnings.warn(
             f"{path} is of a later step than {final.name}, which was just saved: the run went back. It is now "
             f"{abandoned.name}; delete it if you don't need it.",
             stacklevel=2,
         )
-    n_kept, best_path = 0, best_of(final.parent, best)
-    for path in listing(final.parent):
+    n_kept, best_path = 0, best_of(folder, best)
+    for path in listing(folder):
         superseded = path.with_suffix("") != path and path.with_suffix("").exists()  # .replaced by a complete one
         if superseded or (n_kept >= keep and path != best_path):
             discard(path)
         else:
             n_kept += 1
+
+
+def best_of(folder: Path, steps: Iterable[int]) -> Path | None:
+    """Return the checkpoint of the first of these steps that has one; None if none has."""
+    return next((path for step in steps if (path := folder / step_name(step)).is_dir()), None)
 
 
 def discard(path: Path) -> None:

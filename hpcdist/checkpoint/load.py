@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from copy import copy
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from hpcdist.checkpoint.folder import listing, step_of
 from hpcdist.checkpoint.manifest import FILE_NAME, Manifest, check_file, read_manifest, tensor_file, tree_file
@@ -17,8 +18,6 @@ from hpcdist.checkpoint.tree import TreeDecoder
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import CheckpointError
 from hpcdist.records import parse_json, read_bounded
-
-T = TypeVar("T")
 
 
 # --- the newest -------------------------------------------------------------------------------------------------------
@@ -39,14 +38,14 @@ def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
     paths = listing(Path(folder))
     if not fallback:
         return paths[0] if paths else None
-    found = _first_whole(folder, paths, _verify, warns=True)
+    found = _first_whole(folder, paths, None, warns=True)
     return None if found is None else found[0]
 
 
 def latest_on_all_ranks(comm: Communicator, folder: str | Path) -> tuple[Path, Manifest] | None:
     """Collective. Return the newest checkpoint in the folder that all ranks can read; None if there is none.
 
-    Files are checked as in `verify_on_all_ranks`. Newer checkpoints that are damaged, or that a rank can't read, are
+    Files are checked as by `verify`. Newer checkpoints that are damaged, or that a rank can't read, are
     skipped with a warning on rank 0.
 
     Args:
@@ -57,22 +56,21 @@ def latest_on_all_ranks(comm: Communicator, folder: str | Path) -> tuple[Path, M
     local = raise_on_all_ranks(comm, lambda: [path.name for path in listing(folder)] if leads else [])
     names, is_checkpoint = comm.gather([local, leads and (folder / FILE_NAME).is_file()])[first]
     if is_checkpoint and not names:
-        return folder, verify_on_all_ranks(comm, folder)
-    return _first_whole(folder, [folder / name for name in names], lambda path: _verify_on_all_ranks(comm, path), leads)
+        return folder, verify(folder, comm)
+    return _first_whole(folder, [folder / name for name in names], comm, leads)
 
 
 def _first_whole(
-    folder: str | Path, paths: Sequence[Path], check: Callable[[Path], Manifest], warns: bool
+    folder: str | Path, paths: Sequence[Path], comm: Communicator | None, warns: bool
 ) -> tuple[Path, Manifest] | None:
-    """Return the first checkpoint that passes the check; None if `paths` is empty; CheckpointError if none passes.
+    """Return the first checkpoint that is whole, perhaps with warnings about those before it; see `verify`.
 
-    Args:
-        warns: warn about each checkpoint before that one.
+    None if `paths` is empty; CheckpointError if none passes.
     """
     reasons: list[str] = []
     for path in paths:
         try:
-            manifest = check(path)
+            manifest = _verify(path, comm)
         except CheckpointError as error:
             reasons.append(str(error))
             continue
@@ -87,45 +85,35 @@ def _first_whole(
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-def verify(path: str | Path) -> Manifest:
-    """Check every file of a checkpoint against its manifest; return the manifest, or raise CheckpointError."""
-    path = Path(path)
-    return _or_suggest_older(path, lambda: _verify(path))
+def verify(path: str | Path, comm: Communicator | None = None) -> Manifest:
+    """Check every file of a checkpoint against its manifest; return the manifest.
 
-
-def verify_on_all_ranks(comm: Communicator, path: str | Path) -> Manifest:
-    """Collective. Check a checkpoint's files, each on one rank, and the manifest on all.
-
-    Rank r of p checks the files of the saved ranks r, r + p, r + 2p...; on the same number of ranks, those of rank r.
+    Args:
+        comm: the ranks that check the files together: rank r of p those of the saved ranks r, r + p, r + 2p... Then
+            collective, and all ranks check the manifest.
 
     Raises:
         CheckpointError: files are missing or damaged; names them, on all ranks.
     """
     path = Path(path)
-    return _or_suggest_older(path, lambda: _verify_on_all_ranks(comm, path))
-
-
-def _verify_on_all_ranks(comm: Communicator, path: Path) -> Manifest:
-    return raise_on_all_ranks(comm, lambda: _verify(path, comm.rank, comm.size))
-
-
-def _verify(path: Path, first: int = 0, stride: int = 1) -> Manifest:
-    manifest = read_manifest(path)
-    for rank in range(first, manifest.ranks, stride):
-        for name in (tree_file(rank), tensor_file(rank)):
-            check_file(path / name, manifest.files[name])
-    return manifest
-
-
-def _or_suggest_older(path: Path, check: Callable[[], T]) -> T:
-    """Return the result of a check; add to the message of its CheckpointError an older checkpoint if there is one."""
     try:
-        return check()
+        return _verify(path, comm)
     except CheckpointError as error:
         older = [other for other in listing(path.parent) if step_of(other) < step_of(path)]
         if not older:
             raise
         raise CheckpointError(f"{error} An older checkpoint is at {older[0]}.") from None
+
+
+def _verify(path: Path, comm: Communicator | None) -> Manifest:
+    def check(first: int, stride: int) -> Manifest:
+        manifest = read_manifest(path)
+        for rank in range(first, manifest.ranks, stride):
+            for name in (tree_file(rank), tensor_file(rank)):
+                check_file(path / name, manifest.files[name])
+        return manifest
+
+    return check(0, 1) if comm is None else raise_on_all_ranks(comm, lambda: check(comm.rank, comm.size))
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
@@ -147,6 +135,8 @@ class SavedRank:
         1.5
     """
 
+    _keys: tuple[str, ...] = ()  # of nested dicts, see `under`
+
     def __init__(self, path: str | Path, rank: int, files: Callable[[int], TensorFile] | None = None):
         where, files = Path(path) / tree_file(rank), files or tensor_files(path)
         with understood(where):
@@ -156,10 +146,16 @@ class SavedRank:
         self._where = where
         self._decoder = TreeDecoder(lambda name: files(file.owners.get(name, rank)).read(name), file.positions, where)
 
+    def under(self, *keys: str) -> SavedRank:
+        """Return the values under these keys of nested dicts."""
+        part = copy(self)
+        part._keys = (*self._keys, *keys)
+        return part
+
     def at(self, *keys: str, default: Any = None) -> Any:
         """Return the value under these keys of nested dicts, tensors on the CPU; `default` if there is none."""
         node = self._tree
-        for key in keys:
+        for key in (*self._keys, *keys):
             if not isinstance(node, dict) or key not in node:
                 return default
             node = node[key]
@@ -169,7 +165,7 @@ class SavedRank:
         """Return the keys of a nested dict."""
         with understood(self._where):
             node = self._tree
-            for key in keys:
+            for key in (*self._keys, *keys):
                 node = node[key]
             return list(node)
 

@@ -21,7 +21,6 @@ FILE_NAME = "manifest.json"
 FORMAT = "hpcdist checkpoint"
 VERSION = 4  # tensors may lie in another rank's file
 READ = (2, 3, VERSION)  # in 2 files have a sha256
-NO_TENSORS: dict[str, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def _manifest(content: Any, file: Path) -> Manifest:
     """Decode the manifest's content, read from `file`; raise ValueError for contradictory fields."""
     files = {name: _stamp(**fields) for name, fields in content["files"].items()}
     step, ranks, writer = content["step"], content["ranks"], content["hpcdist"]
-    meta = TreeDecoder(NO_TENSORS.__getitem__, {}, file).decode(content["meta"])
+    meta = TreeDecoder(dict[str, Tensor]().__getitem__, {}, file).decode(content["meta"])
     numbers = (step, ranks, *(stamp.bytes for stamp in files.values()))
     expected_names = {name(rank) for rank in range(min(ranks, len(files))) for name in (tree_file, tensor_file)}
     texts = (writer, *(stamp.checksum for stamp in files.values()))

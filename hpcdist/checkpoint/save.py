@@ -13,6 +13,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 from hpcdist.checkpoint import folder as folders
 from hpcdist.checkpoint.manifest import tensor_file, tree_file, write_manifest
 from hpcdist.checkpoint.refusal import raise_on_all_ranks
-from hpcdist.checkpoint.tensors import OWNERS, write_tensors
+from hpcdist.checkpoint.tensors import OWNERS, file_content
 from hpcdist.checkpoint.tree import encode
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.work import CallQueue, Work
@@ -75,13 +76,11 @@ class Saver:
     At most one checkpoint is being written; the end of the script waits for it. The copies stay for the next one:
     memory grows by the part of the state that this rank writes. Where no further thread may communicate (MPI without
     THREAD_MULTIPLE), or ranks outlive others, nothing is done in the background.
-
-    Attributes:
-        seconds: from the start of the last `save` until its checkpoint was there; 0.0 before the first.
     """
 
     def __init__(self) -> None:
-        self._work, self._kept, self.seconds = Work(), dict[str, Tensor](), 0.0
+        self._work, self._kept = Work(), dict[str, Tensor]()
+        self.seconds = 0.0  # from the start of the last `save` until its checkpoint was there
         # A copy of the communicator for the thread, from the first checkpoint in the background on.
         self._aside: tuple[Communicator, CallQueue] | None = None
 
@@ -165,7 +164,7 @@ class _Draft:
         owners = _owners(comm, tensors)
         others = {name: owner for name, owner in owners.items() if owner != self._rank}
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
-        self._metadata = {name: json.dumps(position.describe()) for name, position in positions.items()}
+        self._metadata = {name: json.dumps(asdict(position)) for name, position in positions.items()}
         self._metadata |= {OWNERS: json.dumps(others)} if others else {}
         self._tree = json.dumps(tree).encode()
 
@@ -202,7 +201,7 @@ class _Draft:
     def _write(self) -> dict[str, Stamp]:
         self._temporary.mkdir(exist_ok=True)
         tensors, tree = (self._temporary / name(self._rank) for name in (tensor_file, tree_file))
-        files = {tensors.name: write_tensors(tensors, self._tensors, self._metadata)}
+        files = {tensors.name: write_durably(tensors, file_content(self._tensors, self._metadata))}
         files[tree.name] = write_durably(tree, [self._tree])
         sync(self._temporary)
         return files

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -42,29 +42,28 @@ class SlicePosition:
         """The number of elements that the rank holds."""
         return math.prod(self.part) if self.span is None else self.span[1] - self.span[0]
 
-    def describe(self) -> dict[str, Any]:
-        """Return the position in types that JSON has."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
-
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> SlicePosition:
-        """Return the position from the result of `describe`; raise ValueError or TypeError if it contradicts itself."""
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
-        position = cls(**values)
-        if not position._is_possible():
+        """Return the position with these fields, with lists for tuples, as JSON has them.
+
+        Raises:
+            ValueError, TypeError: a number is no integer of at least 0, or the slice is not inside the whole tensor.
+        """
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
+        position = cls(**fields)
+        offset, span = position.offset or (0,) * len(position.shape), position.span or (0, 0)
+        numbers = (*position.shape, *offset, *position.size, *position.part, *span)
+        dimensions = list(zip(position.shape, offset, position.size, position.part, strict=True))
+        if (
+            not isinstance(position.name, str)
+            or any(type(number) is not int or number < 0 for number in numbers)
+            or any(size > part for *_, size, part in dimensions)
+            or (position.offset is not None and any(start + size > whole for whole, start, size, _ in dimensions))
+            or len(span) != 2
+            or not span[0] <= span[1] <= math.prod(position.part)
+        ):
             raise ValueError(f"a slice must be inside its whole tensor; got {description!r:.200}")
         return position
-
-    def _is_possible(self) -> bool:
-        """Return whether the fields are non-negative integers, and the part is inside the whole."""
-        offset, span = self.offset or (0,) * len(self.shape), self.span or (0, 0)
-        numbers = (*self.shape, *offset, *self.size, *self.part, *span)
-        if not isinstance(self.name, str) or any(type(number) is not int or number < 0 for number in numbers):
-            return False
-        dimensions = list(zip(self.shape, offset, self.size, self.part, strict=True))
-        inside = self.offset is None or all(start + size <= whole for whole, start, size, _ in dimensions)
-        span_fits = len(span) == 2 and span[0] <= span[1] <= math.prod(self.part)
-        return inside and span_fits and all(size <= part for *_, size, part in dimensions)
 
 
 @dataclass(frozen=True)

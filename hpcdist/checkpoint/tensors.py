@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcdist.checkpoint.slices import SlicePosition
 from hpcdist.errors import CheckpointError
-from hpcdist.records import Stamp, replacing, sync, tensor_bytes, write_durably
+from hpcdist.records import replacing, sync, tensor_bytes, write_durably
 
 _NAMES = {  # in the format; some only in later versions of the library and of torch
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
@@ -45,16 +45,11 @@ OWNERS = "owners"  # in a header: by name, the ranks in whose files this rank's 
 SUFFIXES = (".pt", ".pth", ".safetensors")  # of exported files
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Stamp:
-    """Write and fsync a new file, with `metadata` as the header's `__metadata__`.
+def file_content(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | np.ndarray]:
+    """Yield the bytes of a safetensors file: the header, with `metadata` as its `__metadata__`; then the tensors.
 
     Tensors are copied one at a time, if they are not contiguous and on the CPU.
     """
-    return write_durably(path, _chunks(tensors, metadata or {}))
-
-
-def _chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | np.ndarray]:
-    """Yield the bytes of a safetensors file: header, then tensors."""
     # The widest elements first, so that each tensor starts at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {}
@@ -117,7 +112,7 @@ def export(state: Mapping[str, Tensor], file: str | Path) -> None:
                     f"tensors must be of a type that safetensors {LIBRARY} has; got {odd!r} of {state[odd].dtype}. "
                     "Write a .pt file."
                 )
-            write_tensors(temporary, state, {"format": "pt"})  # Hugging Face demands the format
+            write_durably(temporary, file_content(state, {"format": "pt"}))  # Hugging Face demands the format
         else:
             torch.save(dict(state), temporary)
             sync(temporary)

@@ -6,24 +6,8 @@ from collections.abc import Callable
 
 from hpcdist.compress.base import Compressor, Linear, Recoded, Span, spans
 from hpcdist.compress.coding.feedback import CompressionConfig, Feedback, JointCompression, Used, only_used
-from hpcdist.compress.coding.reduction import Reduction
+from hpcdist.compress.coding.reduction import Reduction, TwoWayMean
 from hpcdist.registry import catalogue
-
-__all__ = [
-    "CompressionConfig",
-    "Compressor",
-    "Feedback",
-    "JointCompression",
-    "Linear",
-    "Recoded",
-    "Reduction",
-    "Span",
-    "Used",
-    "available",
-    "load",
-    "only_used",
-    "spans",
-]
 
 available = catalogue("compressors").available
 load: Callable[[str], type[Compressor]] = catalogue("compressors").load

@@ -35,7 +35,7 @@ def spans(model: FlatModel) -> list[list[Span]]:
     """Return the spans of the trainable parameters in each tensor of `model.params`, ascending."""
     of_groups: list[list[Span]] = [[] for _ in model.params]
     for number, slot in enumerate(model.slots):
-        of_groups[slot.group].append(Span(slot.start, slot.stop, tuple(slot.shape), number))
+        of_groups[slot.group].append(Span(slot.start, slot.stop, tuple(slot.tensor.shape), number))
     return of_groups
 
 
@@ -61,8 +61,6 @@ class Compressor(abc.ABC):
     """
 
     class Config(Settings):
-        """Options of a compressor."""
-
         def check_feedback(self) -> None:
             """Raise ValueError if error feedback may diverge, because an error may be larger than its tensor."""
 

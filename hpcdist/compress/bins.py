@@ -32,8 +32,6 @@ class Bins(Compressor):
     """
 
     class Config(Compressor.Config):
-        """Options of bins."""
-
         bits: int = Field(2, ge=2, le=8, description="bits of an element before entropy coding")
 
     config: Config

@@ -45,8 +45,6 @@ class ChunkTopk(Compressor):
     """
 
     class Config(Compressor.Config):
-        """Options of chunk_topk."""
-
         ratio: float = Field(1 / 64, gt=0, le=1, description="part of the elements of a chunk to send")
         keep: int | None = Field(
             None, ge=1, description="elements of each chunk to send, all of a smaller chunk; none: the part ratio"

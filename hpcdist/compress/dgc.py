@@ -41,8 +41,6 @@ class Dgc(Largest):
     """
 
     class Config(Largest.Config):
-        """Options of dgc."""
-
         ratio: float = Field(0.001, gt=0, le=1, description="part of the elements to send")
         momentum: float = Field(0.9, ge=0, lt=1, description="momentum: factor of a velocity from step to step")
         nesterov: bool = Field(False, description="Nesterov's momentum: velocities are added one step ahead")

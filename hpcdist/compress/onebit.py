@@ -48,8 +48,6 @@ class OneBit(Compressor):
     """
 
     class Config(Compressor.Config):
-        """Options of onebit."""
-
         means: Literal["parameter", "row"] = Field(
             "parameter", description="one pair of means for each parameter, or for each row of its matrix"
         )

@@ -47,8 +47,6 @@ class PowerSgd(Linear):
     """
 
     class Config(Linear.Config):
-        """Options of powersgd."""
-
         rank: int = Field(2, ge=1, description="r, the rank of the approximation: columns of the matrices P and Q")
 
     config: Config

@@ -35,8 +35,6 @@ class SignSgd(Recoded):
     """
 
     class Config(Recoded.Config):
-        """Options of signsgd."""
-
         def check_feedback(self) -> None:
             raise ValueError(
                 "strategy.compression.error_feedback must be false with signsgd, whose messages have no magnitudes; "

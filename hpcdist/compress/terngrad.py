@@ -38,8 +38,6 @@ class TernGrad(Compressor):
     """
 
     class Config(Compressor.Config):
-        """Options of terngrad."""
-
         clip: float | None = Field(
             2.5,
             gt=0,

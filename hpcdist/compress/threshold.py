@@ -45,8 +45,6 @@ class Threshold(Compressor):
     """
 
     class Config(Compressor.Config):
-        """Options of threshold."""
-
         density: float = Field(0.01, gt=0, le=1, description="approximate part of the elements to send, which sets tau")
         tau: float | None = Field(
             None, gt=0, description="value that is sent for each larger element; none: by density"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import symtable
 import sys
@@ -182,40 +183,50 @@ def load_module(path: Path) -> ModuleType:
     return load_file(path) if module is None or checksum != _checksum(path) else module
 
 
-def load_function(reference: str, where: str) -> Callable[..., Any]:
-    """Load the function `path/to/file.py:name`; see `load_module`.
-
-    Args:
-        where: the setting's dotted key, for messages.
-
-    Raises:
-        ConfigError: there is no such file, or no such function in it.
-    """
+def split_reference(reference: str, setting: str, member: str) -> tuple[Path, str]:
+    """Return the file and the name of `path/to/file.py:name`; raise ConfigError if there is no such file."""
     file, colon, name = reference.rpartition(":")
-    path = Path(file)
-    if not colon or not path.is_file():
+    if not colon or not name:
         raise ConfigError(
-            f"{where} must be a function as path/to/file.py:name, or a name in the job's file; got {reference!r}."
+            f"{setting} must be path/to/file.py:{member} to be loaded from a file; got {reference!r}. Add a colon and "
+            "its name there."
         )
+    if not Path(file).is_file():
+        raise ConfigError(
+            f"{setting} must be in a file that exists; got {reference!r}, and there is no {file} in {Path.cwd()}. "
+            "Check the path, which is relative to the current folder."
+        )
+    return Path(file), name
+
+
+def load_member(path: Path, name: str, setting: str, fits: Callable[[Any], bool]) -> Any:
+    """Return a member of a file's module; raise ConfigError, with the file's own members that fit, if it has none."""
     module = load_module(path)
-    function = getattr(module, name, None)
+    if not hasattr(module, name):
+        own = {known: value for known, value in vars(module).items() if not known.startswith("_")}
+        fitting = [k for k, v in own.items() if getattr(v, "__module__", None) == module.__name__ and fits(v)]
+        raise ConfigError(
+            f"{setting} must be defined in {path}, which has {', '.join(fitting) or 'none'}; got {name!r}."
+            f"{suggestion(name, fitting)}"
+        )
+    return getattr(module, name)
+
+
+def load_function(reference: str, where: str) -> Callable[..., Any]:
+    """Load the function `path/to/file.py:name`; raise ConfigError, naming the setting `where`, if it is missing."""
+    path, name = split_reference(reference, where, "function")
+    function = load_member(path, name, where, callable)
     if not callable(function):
-        close = suggestion(name, [known for known, value in vars(module).items() if callable(value)])
-        raise ConfigError(f"{where} must be a function of {file}; got {name!r}, which is none.{close}")
+        raise ConfigError(f"{where} must be a function of {path}; got {name!r}, which is none.")
     return function
 
 
 def git_commit(folder: Path | None = None) -> tuple[str | None, bool]:
     """Return the commit of a folder (default: current one), and whether tracked files differ; (None, False): no git."""
-    head = _git(folder, "rev-parse", "HEAD")
-    if head is None:
-        return None, False
-    return head.strip(), bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
-
-
-def _git(folder: Path | None, *arguments: str) -> str | None:
+    command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, errors="replace")
+        output = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace").stdout
     except OSError:
-        return None
-    return result.stdout if result.returncode == 0 else None
+        return None, False
+    commit = re.search(r"^# branch.oid ([0-9a-f]+)$", output, re.M)
+    return (commit[1], re.search("^[^#]", output, re.M) is not None) if commit else (None, False)

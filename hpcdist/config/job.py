@@ -195,25 +195,17 @@ class JobConfig(Settings):
         return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _accumulates_by_its_own_setting(self) -> JobConfig:
+    def _fits_together(self) -> JobConfig:
         if "accumulation" in self.strategy.options:
             raise ConfigError(
                 "strategy.accumulation must be omitted in a job, whose own setting goes with every strategy; got "
                 f"{self.strategy.options['accumulation']}. Set accumulation instead."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fills_the_pipeline(self) -> JobConfig:
         if not self.parallel.whole and self.parallel.micro_batches > self.batch_size:
             raise ConfigError(
                 f"parallel.micro_batches must be at most batch_size, {self.batch_size}; got "
                 f"{self.parallel.micro_batches}. Each has a sample or more: take larger batches or fewer of them."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _ends(self) -> JobConfig:
         if self.budget.given and "epochs" not in self.model_fields_set:
             self.__dict__["epochs"] = None
         if self.epochs is None and not self.budget.given:

@@ -9,9 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import BaseModel
+from typing import Any
 
 from hpcdist.errors import ConfigError
 from hpcdist.records import read_bounded
@@ -131,17 +129,14 @@ def _parse(text: str, override: str) -> Any:
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------
-K = TypeVar("K")
-
-
-def fingerprint(config: BaseModel | Mapping[str, Any]) -> str:
+def fingerprint(config: Mapping[str, Any]) -> str:
     """Return the sha256 of a configuration, in hexadecimal. The order of keys has no effect; 1 and 1.0 differ."""
-    return hashlib.sha256(_canonical(_plain(config)).encode()).hexdigest()
+    return hashlib.sha256(_canonical(config).encode()).hexdigest()
 
 
-def differences(a: BaseModel | Mapping[str, Any], b: BaseModel | Mapping[str, Any]) -> list[str]:
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """List the keys whose values differ, as lines `optimizer.lr: 0.1 against 0.2`."""
-    left, right = _leaves(_plain(a)), _leaves(_plain(b))
+    left, right = _leaves(a), _leaves(b)
     keys = [*left, *(key for key in right if key not in left)]
     return [
         f"{key}: {left.get(key, 'nothing')} against {right.get(key, 'nothing')}"
@@ -181,13 +176,10 @@ def _readable(value: Any) -> str:
 NOT_COMPARED = ("checkpoint.folder", "data.path", "log", "output", "strategy.name")
 
 
-def differing(settings: Mapping[K, Mapping[str, Any]]) -> dict[str, dict[K, str]]:
+def differing(settings: Mapping[Any, Mapping[str, Any]]) -> dict[str, dict[Any, str]]:
     """Return the settings in which runs differ: by dotted key, for each run that has the key, its value as text.
 
     Options of an algorithm are compared only among runs with the same algorithm.
-
-    Args:
-        settings: of each run.
     """
     leaves = {run: _leaves(of_run) for run, of_run in settings.items()}
     keys = dict.fromkeys(key for of_run in leaves.values() for key in of_run)
@@ -205,10 +197,6 @@ def differing(settings: Mapping[K, Mapping[str, Any]]) -> dict[str, dict[K, str]
         if key not in NOT_COMPARED and any(len(texts) > 1 for texts in values.values()):
             different[key] = {run: of_run[key].strip('"') for run, of_run in leaves.items() if key in of_run}
     return different
-
-
-def _plain(config: BaseModel | Mapping[str, Any]) -> Any:
-    return config.model_dump() if isinstance(config, BaseModel) else config
 
 
 def _canonical(value: Any) -> str:

@@ -184,11 +184,7 @@ class ScheduleConfig(Named):
     def build(self, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> lr_scheduler.LRScheduler | None:
         """Build the schedule of this optimizer; None if there is neither a name nor a warm-up.
 
-        Args:
-            factor: of the optimizer's scaled rate; a warm-up starts with the unscaled one.
-
-        Raises:
-            ConfigError: torch refuses the options, or a function does not exist.
+        A warm-up starts with the unscaled rate; `factor` has multiplied the optimizer's.
         """
         main = None if self.name is None else _build("schedule", self, optimizer)
         if not self.warmup_steps:

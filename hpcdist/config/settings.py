@@ -47,11 +47,7 @@ else:
 
 
 class _Refusing(_Meta):
-    """Lets `Config(period=0)` raise ConfigError.
-
-    This is a metaclass because pydantic would call an `__init__` for nested settings too. Their errors must reach the
-    outermost settings, which know the whole dotted key.
-    """
+    """Lets `Config(period=0)` raise ConfigError, but no nested settings, whose errors need the whole dotted key."""
 
     def __call__(cls: type[S], **values: Any) -> S:  # type: ignore[misc]
         return cls.from_mapping(values)
@@ -123,14 +119,7 @@ class Named(Settings):
 
 
 def checked_options(function: Callable[..., Any], options: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Check options of a function or class, its keyword-only arguments, and return them with the defaults.
-
-    Args:
-        where: the dotted key of the options' table, for messages.
-
-    Raises:
-        ConfigError: an option is unknown, missing or of another type.
-    """
+    """Check options of a function or class, its keyword-only arguments, and return them with the defaults."""
     return options_of(function).from_mapping(options, where).model_dump()
 
 

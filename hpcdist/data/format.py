@@ -44,10 +44,7 @@ def damage(path: str | Path, fault: str, advice: str = "Write it again.") -> Dat
 
 
 def require_memory(path: str | Path, n_bytes: int, content: str) -> None:
-    """Raise DataError if `n_bytes`, which must be in memory at the same time, exceed this machine's memory.
-
-    A file with holes, or a damaged one, may claim any size.
-    """
+    """Raise DataError if `n_bytes` exceed this machine's memory: a file with holes may claim any size."""
     if n_bytes > (available := psutil.virtual_memory().total):
         raise damage(
             path, f"has {n_bytes} bytes of {content}, more than this machine's memory of {available}", "Divide it."
@@ -101,12 +98,7 @@ class Header:
 
 
 def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_comm: object = None) -> h5py.File:
-    """Open a file for reading. Collective with `mpi_comm`, by parallel HDF5.
-
-    Raises:
-        DataError: the file is missing, unreadable, locked, truncated or not HDF5.
-        ConfigError: `locking` has another value than those in LOCKING.
-    """
+    """Open a file for reading. Collective with `mpi_comm`, by parallel HDF5."""
     if locking not in LOCKING:
         raise ConfigError(f"locking must be one of {', '.join(map(repr, LOCKING))}; got {locking!r}.")
     try:
@@ -129,12 +121,6 @@ def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_com
         raise damage(path, f"is truncated or corrupt ({error})") from error
 
 
-def read_header(file: h5py.File, split: str) -> Header:
-    """Read the header of an open file; raise DataError if it breaks a rule of the layout."""
-    with named_faults(file.filename):
-        return _read_header(file, file.filename, split)
-
-
 def split_names(file: h5py.File) -> list[str]:
     """List the names of all splits, training first; raise DataError if they can't be read."""
     with named_faults(file.filename):
@@ -142,29 +128,34 @@ def split_names(file: h5py.File) -> list[str]:
     return sorted(groups, key=lambda name: (name != "train", name))
 
 
-def _read_header(file: h5py.File, path: str, split: str) -> Header:
-    attributes = {name: _plain(value) for name, value in file.attrs.items()}
-    if attributes.get("format") != FORMAT:
-        raise damage(path, "is HDF5 but not in hpcdist's layout (no attribute format='hpcdist')", OTHERS)
-    version = attributes.get("format_version")
-    if version != VERSION:
-        advice = "Update hpcdist, or write it again."
-        raise damage(path, f"has format version {version}, this hpcdist reads {VERSION}", advice)
-    task, classes = attributes.get("task"), tuple(attributes.get("classes", ()))
-    if task not in TASKS:
-        raise damage(path, f"has task {task!r}, which must be one of {', '.join(TASKS)}")
-    if task == "classification" and not classes:
-        raise damage(path, "is for classification but names no classes")
-    if split not in file:
-        raise damage(path, f"has no split {split!r}", f"It has {', '.join(split_names(file)) or 'none'}.")
-    x, y = (_read_column(file, path, f"{split}/{name}") for name in "xy")
-    if x.samples != y.samples or x.samples == 0:
-        raise damage(path, f"has {x.samples} samples in {x.name} but {y.samples} in {y.name}: must be equal, above 0")
-    if task == "classification" and (y.dtype.kind not in "iu" or y.shape != ()):
-        raise damage(path, f"has labels {y.name} of dtype {y.dtype} and shape {y.shape}: must be one integer each")
-    notes = {name: value for name, value in attributes.items() if name not in RESERVED}
-    factors = (_read_factor(file[x.name], path, key) for key in ("scale", "offset"))
-    return Header(task, attributes.get("source", ""), classes, notes, x, y, *factors)
+def read_header(file: h5py.File, split: str) -> Header:
+    """Read the header of an open file; raise DataError if it breaks a rule of the layout."""
+    path = file.filename
+    with named_faults(path):
+        attributes = {name: _plain(value) for name, value in file.attrs.items()}
+        if attributes.get("format") != FORMAT:
+            raise damage(path, "is HDF5 but not in hpcdist's layout (no attribute format='hpcdist')", OTHERS)
+        version = attributes.get("format_version")
+        if version != VERSION:
+            advice = "Update hpcdist, or write it again."
+            raise damage(path, f"has format version {version}, this hpcdist reads {VERSION}", advice)
+        task, classes = attributes.get("task"), tuple(attributes.get("classes", ()))
+        if task not in TASKS:
+            raise damage(path, f"has task {task!r}, which must be one of {', '.join(TASKS)}")
+        if task == "classification" and not classes:
+            raise damage(path, "is for classification but names no classes")
+        if split not in file:
+            raise damage(path, f"has no split {split!r}", f"It has {', '.join(split_names(file)) or 'none'}.")
+        x, y = (_read_column(file, path, f"{split}/{name}") for name in "xy")
+        if x.samples != y.samples or x.samples == 0:
+            raise damage(
+                path, f"has {x.samples} samples in {x.name} but {y.samples} in {y.name}: must be equal, above 0"
+            )
+        if task == "classification" and (y.dtype.kind not in "iu" or y.shape != ()):
+            raise damage(path, f"has labels {y.name} of dtype {y.dtype} and shape {y.shape}: must be one integer each")
+        notes = {name: value for name, value in attributes.items() if name not in RESERVED}
+        factors = (_read_factor(file[x.name], path, key) for key in ("scale", "offset"))
+        return Header(task, attributes.get("source", ""), classes, notes, x, y, *factors)
 
 
 def _read_column(file: h5py.File, path: str, name: str) -> Column:
@@ -190,17 +181,11 @@ def _read_factor(dataset: h5py.Dataset, path: str, key: str) -> np.ndarray | Non
         return None
     factor = np.asarray(dataset.attrs[key])
     shape = dataset.shape[1:]
-    if factor.dtype.kind not in "iuf" or not np.isfinite(factor).all() or not _broadcasts(factor.shape, shape):
+    fits = factor.ndim <= len(shape) and all(a in (1, b) for a, b in zip(factor.shape[::-1], shape[::-1]))
+    if not fits or factor.dtype.kind not in "iuf" or not np.isfinite(factor).all():
         got = f"dtype {factor.dtype} and shape {factor.shape}"
         raise damage(path, f"has a {key} of {got}: must be finite numbers that broadcast against {shape}")
     return factor
-
-
-def _broadcasts(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
-    try:
-        return np.broadcast_shapes(shape, onto) == onto
-    except ValueError:
-        return False
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hpcdist.data.format import Column, Header, damage, open_file, read_header
+from hpcdist.data.format import Column, damage, open_file, read_header
 from hpcdist.data.loader import Samples
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import open_regular
@@ -24,10 +25,14 @@ from hpcdist.records import open_regular
 COLUMNS = ("x", "y")
 CHECKED_BYTES = 16 << 20  # of a column, for its checksum; of larger ones in so many stretches:
 STRETCHES = 64
+PROCESS_LEFT = (
+    "a dataset on parallel HDF5 must be used in the process that opened it, unpickled, before it is closed. Leave out "
+    "mpi_comm where DataLoader has workers."
+)
 CACHE_SLOTS = 10_007  # slots of HDF5's hash table of cached chunks: a prime, far above their number
 
 
-class HDF5Dataset(Dataset):
+class HDF5Dataset(Dataset, AbstractContextManager):
     """One split of a file that `create` wrote: (x, y) tensors by index, or many at once by `batch`.
 
     The constructor reads and checks the header. Each process opens the data at its first access: by a memory map if the
@@ -76,20 +81,21 @@ class HDF5Dataset(Dataset):
         self._x: MappedRows | StoredRows | None = None
         self._y: MappedRows | StoredRows | None = None
         self._identity = _identity(self.path)
-        file = open_file(self.path, **self._open_options)  # remains open only for parallel HDF5
+        file = open_file(self.path, **self._open_options)
         try:
             self._header = header = read_header(file, split)
-        except BaseException:
-            file.close()
-            raise
-        if self.parallel:
-            self._attach(file)
-        else:
-            file.close()
+            if self.parallel:
+                self._attach(file)
+        finally:
+            if self._file is None:  # it remains open only for parallel HDF5
+                file.close()
         self.task, self.source, self.classes, self.notes = header.task, header.source, header.classes, header.notes
         self.x_shape, self.y_shape = header.x.shape, header.y.shape
-        self._convert = Conversion(header)
-        self.x_dtype, self.y_dtype = self._convert.dtype, _torch_dtype(header.y.dtype)
+        self.x_dtype, self.y_dtype = _torch_dtype(header.x.dtype), _torch_dtype(header.y.dtype)
+        factors = header.scale, header.offset
+        if any(factor is not None for factor in factors) and not self.x_dtype.is_floating_point:
+            self.x_dtype = torch.float32
+        self._scale, self._offset = (None if f is None else torch.from_numpy(f).to(self.x_dtype) for f in factors)
 
     @property
     def parallel(self) -> bool:
@@ -121,22 +127,27 @@ class HDF5Dataset(Dataset):
         if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
             raise IndexError(f"indices must be a list of integers; got shape {indices.shape} of {indices.dtype}.")
         indices = indices.astype(np.int64, copy=False)
-        return self._read_x(indices), self._read_y(indices)
+        x = self._take("x", self._x, indices, self.x_shape, self.x_dtype)
+        if "x" in self._columns:
+            x = x.to(self.x_dtype)
+            x = x if self._scale is None else x.mul_(self._scale)
+            x = x if self._offset is None else x.add_(self._offset)
+        return x, self._take("y", self._y, indices, self.y_shape, self.y_dtype)
 
-    def _read_x(self, indices: np.ndarray) -> Tensor:
-        if "x" not in self._columns:
-            return torch.zeros((), dtype=self.x_dtype).expand(len(indices), *self.x_shape)
-        return self._convert(cast(MappedRows, self._x).take(indices))
-
-    def _read_y(self, indices: np.ndarray) -> Tensor:
-        if "y" not in self._columns:
-            return torch.zeros((), dtype=self.y_dtype).expand(len(indices), *self.y_shape)
-        return torch.from_numpy(cast(MappedRows, self._y).take(indices))
+    def _take(self, name: str, rows: Any, indices: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Read samples of x or y as they are stored, or return zeros that take no memory."""
+        if name in self._columns:
+            return torch.from_numpy(rows.take(indices))
+        return torch.zeros((), dtype=dtype).expand(len(indices), *shape)
 
     def labels(self) -> np.ndarray:
         """Read y of all samples."""
-        with HDF5Dataset(self.path, self.split, columns=("y",)) as dataset:
-            return dataset.batch(np.arange(len(self)))[1].numpy()
+        if "y" not in self._columns:
+            with HDF5Dataset(self.path, self.split) as dataset:
+                return dataset.labels()
+        if self._pid != os.getpid():
+            self._open()
+        return cast(MappedRows, self._y).take(np.arange(len(self)))
 
     def stored_labels(self) -> Tensor | None:
         """Return y of all samples if it is one integer for each, else None."""
@@ -171,26 +182,17 @@ class HDF5Dataset(Dataset):
         self._pid = None
         self._file = self._x = self._y = None
 
-    def __enter__(self) -> HDF5Dataset:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict:
         if self.parallel:
-            raise ConfigError(
-                "a dataset on parallel HDF5 must stay in its process; it can't be pickled. "
-                "Leave out mpi_comm where DataLoader has workers."
-            )
+            raise ConfigError(PROCESS_LEFT)
         return {**vars(self), "_pid": None, "_file": None, "_x": None, "_y": None}
 
     def _open(self) -> None:
         if self.parallel:
-            raise ConfigError(
-                "a dataset on parallel HDF5 must be used in the process that opened it, before it is closed. "
-                "Leave out mpi_comm where DataLoader has workers."
-            )
+            raise ConfigError(PROCESS_LEFT)
         self._attach(None if self.mapped else open_file(self.path, **self._open_options))
 
     def _attach(self, file: h5py.File | None) -> None:
@@ -234,28 +236,6 @@ def _checksum(path: Path, split: str, identity: object, memory_map: bool, lockin
                 values = cast(MappedRows, rows).take(np.arange(start, start + length))
                 checksum = zlib.crc32(values.data, checksum)
     return f"{checksum:08x}"
-
-
-class Conversion:
-    """Converts stored x to a tensor: unchanged, or times scale plus offset (integers become float32)."""
-
-    def __init__(self, header: Header):
-        stored = _torch_dtype(header.x.dtype)
-        self.plain = header.scale is None and header.offset is None
-        self.dtype = stored if self.plain or stored.is_floating_point else torch.float32
-        self.scale, self.offset = (
-            None if factor is None else torch.from_numpy(factor).to(self.dtype)
-            for factor in (header.scale, header.offset)
-        )
-
-    def __call__(self, stored: np.ndarray) -> Tensor:
-        values = torch.from_numpy(stored)
-        if self.plain:
-            return values
-        values = values.to(self.dtype)
-        if self.scale is not None:
-            values.mul_(self.scale)
-        return values if self.offset is None else values.add_(self.offset)
 
 
 def _torch_dtype(dtype: np.dtype) -> torch.dtype:

@@ -76,10 +76,7 @@ def _sample_counts(generator: np.random.Generator, shares: np.ndarray, available
 
 
 def labels_of(dataset: Any, given_labels: Sequence[int] | np.ndarray | Tensor | None = None) -> np.ndarray:
-    """Return each sample's label: `given_labels`, or the data set's `targets`, `labels` or last tensor.
-
-    Raises ConfigError if there are none, or not one integer for each sample.
-    """
+    """Return each sample's label, an integer: `given_labels`, or the data set's `targets`, `labels` or last tensor."""
     values = _labels_in(dataset) if given_labels is None else given_labels
     if values is None:
         raise ConfigError(
@@ -119,8 +116,5 @@ def _array(values: Any) -> np.ndarray:
 
 def counts(labels: np.ndarray, parts: Sequence[np.ndarray]) -> list[dict[str, int]]:
     """Count each worker's samples by label."""
-    by_worker = []
-    for part in parts:
-        names, numbers = np.unique(labels[part], return_counts=True)
-        by_worker.append(dict(zip(map(str, names.tolist()), numbers.tolist(), strict=True)))
-    return by_worker
+    tables = (np.unique(labels[part], return_counts=True) for part in parts)
+    return [{str(name): int(number) for name, number in zip(*table, strict=True)} for table in tables]

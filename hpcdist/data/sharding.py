@@ -8,7 +8,6 @@ an epoch can be resumed at any position on any number of workers.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 
@@ -64,19 +63,18 @@ class EpochPlan:
     def steps(self) -> int:
         """Steps from `start` to the end of the epoch."""
         if self.parts:
-            return self._steps_of_parts - self._steps_before
+            return (len(self._cuts) - 1) // self.workers - self._steps_before
         return -(-(self.n_samples - self.start) // self.global_batch)
 
     def position(self, step: int) -> int:
         """Return the samples of this epoch that are consumed after `step` steps: the `start` of a resumed plan."""
         check_range("step", step, 0, self.steps)
-        if self.parts:
-            return self._consumed(self._steps_before + step)
-        return min(self.start + step * self.global_batch, self.n_samples)
+        return self._bound(step, 0)
 
     def sizes(self, step: int) -> tuple[int, ...]:
         """Return all workers' batch sizes in `step`."""
-        bounds = self._bounds(step)
+        check_range("step", step, 0, self.steps - 1)
+        bounds = [self._bound(step, worker) for worker in range(self.workers + 1)]
         return tuple(high - low for low, high in itertools.pairwise(bounds))
 
     def indices(self, step: int, worker: int) -> np.ndarray:
@@ -94,7 +92,7 @@ class EpochPlan:
         Returns:
             The samples, int64; how many at the start are also in the step before; how many at the end in the next one.
         """
-        first, *_, last = self._bounds(step)
+        first, last = self.position(step), self.position(step + 1)
         shared = round(overlap * self.global_batch)
         head, tail = min(shared, first), shared * (last < self.n_samples)
         return (self._order if self.shuffle else np.arange(self.n_samples))[first - head : last], head, tail
@@ -113,39 +111,27 @@ class EpochPlan:
         """Return the plan of another epoch with the same settings."""
         return replace(self, epoch=epoch, start=start)
 
-    def _bounds(self, step: int) -> list[int]:
-        """Return the workers + 1 bounds of their slices of the epoch's order in `step`."""
-        check_range("step", step, 0, self.steps - 1)
-        if self.parts:
-            steps_before = self._steps_before + step
-            sizes = [min(max(len(part) - steps_before * self.batch_size, 0), self.batch_size) for part in self.parts]
-            return list(itertools.accumulate(sizes, initial=self._consumed(steps_before)))
-        return [self._bound(step, worker) for worker in range(self.workers + 1)]
-
     def _slice(self, step: int, worker: int) -> tuple[int, int]:
-        """Return a worker's two of `_bounds`; without parts in a time that does not depend on the number of workers."""
-        if self.parts:
-            low, high = self._bounds(step)[worker : worker + 2]
-            return low, high
+        """Return the start and the end of a worker's batch in the epoch's order."""
         check_range("step", step, 0, self.steps - 1)
         return self._bound(step, worker), self._bound(step, worker + 1)
 
     def _bound(self, step: int, worker: int) -> int:
+        if self.parts:
+            return int(self._cuts[(self._steps_before + step) * self.workers + worker])
         return min(self.start + step * self.global_batch + worker * self.batch_size, self.n_samples)
 
-    def _consumed(self, steps: int) -> int:
-        """Count the samples that `steps` steps of an epoch with parts consume."""
-        return sum(min(steps * self.batch_size, len(part)) for part in self.parts)
+    @cached_property
+    def _cuts(self) -> np.ndarray:
+        """With parts: the bounds of all batches of a whole epoch in its order, step by step."""
+        lengths = np.array(list(map(len, self.parts)))
+        firsts = np.arange(0, lengths.max(), self.batch_size)[:, np.newaxis]  # of each step, in a part
+        return np.append(0, np.clip(lengths - firsts, 0, self.batch_size).cumsum())
 
     @cached_property
     def _steps_before(self) -> int:
         """The number of steps after which `start` samples of an epoch with parts are consumed."""
-        return bisect_left(range(self._steps_of_parts), self.start, key=self._consumed)
-
-    @property
-    def _steps_of_parts(self) -> int:
-        """The number of steps of a whole epoch with parts."""
-        return -(-max(map(len, self.parts)) // self.batch_size)
+        return int(np.searchsorted(self._cuts[:: self.workers], self.start))
 
     @cached_property
     def _order(self) -> np.ndarray:
@@ -164,7 +150,7 @@ class EpochPlan:
         return np.random.default_rng(np.random.SeedSequence((self.seed, self.epoch, worker))).permutation(part)
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "_order"}  # computed again when needed
+        return {name: value for name, value in vars(self).items() if name not in ("_order", "_cuts")}  # computed again
 
 
 def check_range(name: str, value: int, minimum: int, maximum: int | None = None) -> None:

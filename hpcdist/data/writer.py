@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 
 from hpcdist.data.format import DTYPES, FORMAT, RESERVED, TASKS, VERSION, preferred_chunk_samples
 from hpcdist.errors import ConfigError, DataError, OutputError
-from hpcdist.records import sync, writing
+from hpcdist.records import replacing, sync, writing
 
 COMPRESSIONS = (None, "gzip", "lzf")
 Block = tuple[np.ndarray, np.ndarray]
@@ -81,7 +80,7 @@ def create(
     notes = dict(notes or {})
     if taken := notes.keys() & set(RESERVED):
         raise ConfigError(f"notes must not use the names {', '.join(RESERVED)}; got {', '.join(taken)}.")
-    with _replacing(path) as (file, check):
+    with _new_file(path) as (file, check):
         header = {"format": FORMAT, "format_version": VERSION, "task": task, "source": source}
         for name, value in {**header, **({"classes": list(classes)} if classes else {}), **notes}.items():
             set_attribute(file, name, value)
@@ -140,13 +139,9 @@ class _Disk(io.FileIO):
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[tuple[h5py.File, Callable[..., None]]]:
-    """Open a new HDF5 file that replaces `path` when it is complete and on disk.
-
-    Yields the file, and `_Disk.check` for `path`.
-    """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
+def _new_file(path: Path) -> Iterator[tuple[h5py.File, Callable[..., None]]]:
+    """Yield a new HDF5 file that replaces `path` when it is complete and on disk, and `_Disk.check` for `path`."""
+    with replacing(path) as temporary:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             disk = _Disk(temporary, "x+")
@@ -156,10 +151,6 @@ def _replacing(path: Path) -> Iterator[tuple[h5py.File, Callable[..., None]]]:
             disk.check(path)
         with writing(path):
             sync(temporary)
-            os.replace(temporary, path)
-            sync(path.parent)  # the new name, too
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _write(

@@ -5,15 +5,10 @@ trainer = hpcdist.hf.Trainer(model, args, train_dataset=data, strategy="gossip_p
 trainer.train()
 """
 
-try:
-    import accelerate  # noqa: F401
-    import transformers  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"hpcdist.hf must have the packages transformers and accelerate; got no {error.name}. Install them with "
-        "`pip install hpcdist[hf]`."
-    ) from error
+from hpcdist.errors import require_packages
 
-from hpcdist.hf.trainer import Trainer, TrainerMixin
+require_packages("hpcdist.hf", "hf", "transformers", "accelerate")
+
+from hpcdist.hf.trainer import Trainer, TrainerMixin  # noqa: E402
 
 __all__ = ["Trainer", "TrainerMixin"]

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hpcdist.model.flat import FlatModel
 from hpcdist.session import rules
+from hpcdist.session.loader.batches import AroundLoader
 from hpcdist.session.loader.sharded import shard
 
 
@@ -17,30 +18,17 @@ def torch_loader(loader: Any) -> Any:
     return loader if isinstance(loader.dataset, IterableDataset) else getattr(loader, "base_dataloader", loader)
 
 
-class TrainingBatches:
-    """This rank's batches of an epoch, which the loop may leave for an evaluation and continue.
-
-    Attributes:
-        sharded: the loader of this rank's share.
-        sized: the data set has a length; else a rank's share is unknown.
-        open: the loop is inside of an epoch; server ranks, if any, are serving.
-        weights: of the batches that were read and not computed yet.
-    """
+class TrainingBatches(AroundLoader):
+    """This rank's batches of an epoch, which the loop may leave for an evaluation and continue."""
 
     def __init__(self, plain: DataLoader[Any]):
-        self._plain, self.sharded = plain, shard(torch_loader(plain))
-        self.sized = not isinstance(plain.dataset, IterableDataset)
-        self.open = False
-        self.weights: list[float] = []
+        self._loader, self.sharded = plain, shard(torch_loader(plain))
+        self.sized = not isinstance(plain.dataset, IterableDataset)  # else the length of a rank's share is unknown
+        self.open = False  # the loop is inside of an epoch; server ranks, if any, are serving
+        self.weights: list[float] = []  # of the batches that were read and not computed yet
         self._epoch = self._drawn = 0
         self._resumes = False  # at the sharded loader's position
         self._batches: Iterator[Any] = iter(())
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the plain loader, such as `dataset` or `batch_size`."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._plain, name)
 
     def __len__(self) -> int:
         if not self.sized:
@@ -50,8 +38,8 @@ class TrainingBatches:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, also for the plain loader's sampler."""
         self._epoch = epoch
-        if hasattr(self._plain, "set_epoch"):
-            self._plain.set_epoch(epoch)
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(epoch)
 
     def resume(self, drawn: int) -> None:
         """Start the next iteration at the sharded loader's position, after `drawn` batches of its epoch."""
@@ -94,15 +82,11 @@ class TrainingBatches:
 
 
 class UpdateBatches(list[Any]):
-    """The batches whose gradients form one update. Iterating announces each, with its weight, to the model.
-
-    Attributes:
-        reported: the weight of the current batch's loss in logs.
-    """
+    """The batches whose gradients form one update. Iterating announces each, with its weight, to the model."""
 
     def __init__(self, batches: Sequence[Any], weights: Sequence[float], reported: Sequence[float], model: FlatModel):
         super().__init__(batches)
-        self.reported = 1.0
+        self.reported = 1.0  # weight of the current batch's loss in logs
         self._rows, self._model = list(zip(batches, weights, reported, strict=True)), model
         self._ends_epoch = model.gradients.ends_epoch  # set for the last batch that was read
 

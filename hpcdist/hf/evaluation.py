@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+from torch.utils import _pytree as pytree
 from transformers.trainer_pt_utils import nested_concat
 
 
@@ -19,16 +20,9 @@ def in_order(sizes: Sequence[Sequence[int]]) -> np.ndarray:
     Args:
         sizes: of each rank's batches.
     """
-    counts = [count for of_rank in sizes for count in of_rank]
-    batches = iter(np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1]))
-    positions = [[next(batches) for _ in of_rank] for of_rank in sizes]
-    return np.concatenate([np.empty(0, int), *interleaved(positions)])
-
-
-def interleaved(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the ranks' batches in the order of the data set."""
-    missing = object()
-    return [item for step in zip_longest(*of_ranks, fillvalue=missing) for item in step if item is not missing]
+    p = len(sizes)
+    numbers = [np.repeat(rank + p * np.arange(len(each)), np.array(each, int)) for rank, each in enumerate(sizes)]
+    return np.argsort(np.concatenate(numbers), kind="stable")  # `numbers` of batches, by sample
 
 
 def join_results(of_ranks: Sequence[Any], sizes: Sequence[Sequence[int]], concatenated: bool) -> Any:
@@ -43,17 +37,12 @@ def join_results(of_ranks: Sequence[Any], sizes: Sequence[Sequence[int]], concat
     if not results:
         return None
     if not concatenated:
-        return interleaved([value or () for value in of_ranks])
+        missing = object()
+        steps = zip_longest(*(value or () for value in of_ranks), fillvalue=missing)
+        return [batch for step in steps for batch in step if batch is not missing]
     order = in_order([of_rank for of_rank, value in zip(sizes, of_ranks) if value is not None])
-    return _reordered(reduce(lambda a, b: nested_concat(a, b, padding_index=-100), results), order)
-
-
-def _reordered(value: Any, order: np.ndarray) -> Any:
-    if isinstance(value, Mapping):
-        return type(value)({key: _reordered(item, order) for key, item in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_reordered(item, order) for item in value)
-    return value[order]
+    joined = reduce(lambda a, b: nested_concat(a, b, padding_index=-100), results)
+    return pytree.tree_map(lambda array: array[order], joined)
 
 
 def mean_loss(of_ranks: Sequence[Sequence[tuple[float, int]]], finite_only: bool) -> float | None:

@@ -94,7 +94,12 @@ class TrainerMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Create an Accelerator that distributes nothing; the first worker is the main process."""
         session = current()
-        self._require_supported()
+        for name in _REFUSED:
+            value: Any = self.args
+            for part in name.split("."):
+                value = getattr(value, part, None)
+            if value:
+                raise rules.error("the Trainer distributes the model itself", name=name, value=value)
         cls = strategies.load(self._name)
         self.workers = cls.Config.from_mapping(self._options, "strategy").workers(session.outer.size)
         state, comm = self.args.distributed_state, session.comm
@@ -107,14 +112,6 @@ class TrainerMixin(_Base):
         self.accelerator.device_placement = False  # the Trainer moves the model, and each batch
         self.accelerator.clip_grad_norm_ = self._norm  # the strategy clips
         self.accelerator.dataloader_config.dispatch_batches = False  # with it one process would read for all
-
-    def _require_supported(self) -> None:
-        for name in _REFUSED:
-            value: Any = self.args
-            for part in name.split("."):
-                value = getattr(value, part, None)
-            if value:
-                raise rules.error("the Trainer distributes the model itself", name=name, value=value)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return super().get_total_train_batch_size(args) * len(self.workers)
@@ -180,7 +177,9 @@ class TrainerMixin(_Base):
         reported = weights if contract.synchronous else is_real  # in the mean over the workers, or this one's
         if num_items is not None:
             real = [batch for batch, flag in zip(batches, is_real) if flag]  # without padding batches
-            labels, joins = float(read(iter(real), len(real), device)[1]) if real else 0.0, self._joins_labels()
+            labels = float(read(iter(real), len(real), device)[1]) if real else 0.0
+            joins = contract.weights_batches and contract.synchronizes == "every step"  # labels of all workers
+            joins = joins and self.args.average_tokens_across_devices
             divisor, scale = (self._mean(labels) if joins else labels) or 1.0, 1.0
             if contract.weights_batches and contract.updates == "on servers" and real:
                 # Servers divide by the mean weight of an update's batches; padding batches have weight 0.
@@ -191,12 +190,6 @@ class TrainerMixin(_Base):
             num_items = torch.tensor(divisor * scale or 1.0, dtype=dtype, device=self.args.device)
         self._window = UpdateBatches(batches, weights, reported, strategy.model)
         return self._window, num_items
-
-    def _joins_labels(self) -> bool:
-        """Return whether the loss is a mean over the labels of all workers' batches."""
-        contract = self._distributed.strategy.contract
-        joins = contract.weights_batches and contract.synchronizes == "every step"
-        return joins and self.args.average_tokens_across_devices
 
     def _mean(self, value: float) -> float:
         """Return the mean of all workers' values. Collective among the workers."""

@@ -29,9 +29,11 @@ class NoneCompressor:
 class FP16Compressor(NoneCompressor):
     """Send floats in 16 bits; sums are in 32 bits."""
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return (tensor.half(), tensor.dtype) if tensor.is_floating_point() else (tensor, tensor.dtype)
+    dtype = torch.float16
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor.to(cls.dtype) if tensor.is_floating_point() else tensor, tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, context: Any) -> Tensor:
@@ -41,9 +43,7 @@ class FP16Compressor(NoneCompressor):
 class BF16Compressor(FP16Compressor):
     """Send floats in bfloat16; sums are in float32."""
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return (tensor.to(torch.bfloat16), tensor.dtype) if tensor.is_floating_point() else (tensor, tensor.dtype)
+    dtype = torch.bfloat16
 
 
 class Compressed(NoneCompressor):
@@ -76,9 +76,7 @@ class Compressed(NoneCompressor):
     ) -> Reduction:
         """Return the reduction, with its residuals, for the calls of this name. Collective when it is created.
 
-        Args:
-            tensors: flat, of the same lengths in each call.
-            shapes: of the tensors before they were flattened.
+        The tensors are flat, and had `shapes` before; their lengths are the same in each call.
         """
         cached = self._reductions.get(name)
         if cached is None or cached[0] is not comm:

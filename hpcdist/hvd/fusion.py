@@ -34,16 +34,13 @@ class FusionBuffer:
         plan = self._plans.get((device, dtype, shapes))
         if plan is None:
             counts = [math.prod(shape) for shape in shapes]
-            flat = self._flat(device, dtype, sum(counts))
+            memory, total = self._memory.get((device, dtype)), sum(counts)
+            if memory is None or len(memory) < total:  # plans with views of the old memory are dropped
+                self._plans = {key: plan for key, plan in self._plans.items() if key[:2] != (device, dtype)}
+                memory = self._memory[device, dtype] = torch.empty(total, dtype=dtype, device=device)
+            flat = memory[:total]
             parts = tuple(part.view(shape) for part, shape in zip(flat.split(counts), shapes))
             while len(self._plans) >= PLANS:
                 self._plans.pop(next(iter(self._plans)))
             plan = self._plans[device, dtype, shapes] = flat, parts
         return plan
-
-    def _flat(self, device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
-        memory = self._memory.get((device, dtype))
-        if memory is None or len(memory) < count:  # plans with views of the old memory are dropped
-            self._plans = {key: plan for key, plan in self._plans.items() if key[:2] != (device, dtype)}
-            memory = self._memory[device, dtype] = torch.empty(count, dtype=dtype, device=device)
-        return memory[:count]

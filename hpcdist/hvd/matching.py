@@ -31,11 +31,11 @@ from hpcdist.hvd.timeline import CallTimeline
 
 MAX_REQUESTS, LIMIT_REQUESTS = 32, 1024  # requests in an exchange: at first, and after ranks have had more
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # pauses of ranks that wait for each other's next request
-NEWS_S = 2.0  # maximum delay between a failed call and MPI's report of the rank failure that caused it
-AWAKE = 100  # number of times that the queue's thread finds no request before it waits for its next call
-KNOWN = 1 << 16  # cached digests of names
+FAILURE_REPORT_S = 2.0  # maximum delay between a failed call and MPI's report of the rank failure that caused it
+IDLE_ROUNDS = 100  # number of times that the queue's thread finds no request before it waits for its next call
+CACHED_DIGESTS = 1 << 16  # cached digests of names
 FIELDS = 2  # of a request: digest of name and kind, digest of its properties
-KINDS = 255  # bits of the first field that identify the kind
+KIND_BITS = 255  # bits of the first field that identify the kind
 HEADER = 3  # fields before the requests: their number, when the rank joined, and whether one is past the deadline
 MAX_NAMED = 8  # requests of a rank that a message names
 
@@ -46,23 +46,17 @@ class NamedCall:
     Args:
         name: the same on all ranks.
         properties: values of `PROPERTIES`, hashable.
-
-    Attributes:
-        kind: of call: allreduce, allgather...
-        PROPERTIES: names of values that must be equal on all ranks.
-        result: of the call.
-        done: the result, or the error, is available.
-        announced_s: time of the first exchange that contained it.
     """
 
-    kind: ClassVar[str] = ""
-    PROPERTIES: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str] = ""  # of call: allreduce, allgather...
+    PROPERTIES: ClassVar[tuple[str, ...]] = ()  # names of values that must be equal on all ranks
 
     def __init__(self, name: str, properties: tuple[Any, ...] = ()):
         self.name, self.properties = name, properties
-        self.result: Any = None
+        self.result: Any = None  # of calls that create it
         self.error: BaseException | None = None
-        self.done, self.announced_s = False, 0.0
+        self.done = False  # the result, or the error, is available
+        self.first_exchanged_s = 0.0  # time of the first exchange that contained it
 
     @property
     def fusion_key(self) -> Any:
@@ -75,7 +69,7 @@ class NamedCall:
         return _name_digest(self.kind, self.name), _digest(*self.properties)
 
     def run(self, calls: Collectives) -> None:
-        """Collective. Make the call, and set `result`; not of `Join`, nor of a call that is refused after a join."""
+        """Collective. Make the call: set `result`, or fill the caller's tensors; not of `Join` and refused calls."""
         raise NotImplementedError
 
     def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
@@ -103,20 +97,21 @@ class Matcher:
 
     Args:
         comm: closed at the end.
-        gather_s: cycle time: requests that nobody waits for are collected for this time, and run jointly.
+        cycle_s: cycle time: requests that nobody waits for are collected for this time, and run jointly.
     """
 
-    def __init__(self, comm: Communicator, gather_s: float):
+    def __init__(self, comm: Communicator, cycle_s: float):
         self.comm, self.calls, self._buffer = comm, Collectives(comm), FusionBuffer()
         self._pending: dict[tuple[str, str], NamedCall] = {}
-        self._since_s = 0.0  # when the first of them was submitted
+        self._first_submitted_s = 0.0  # when the first of them was submitted
         self._lock = threading.Lock()
-        self._changed, self._wake = (threading.Condition(self._lock) for _ in range(2))  # for waiters, for the thread
+        self._request_ended = threading.Condition(self._lock)  # for threads that wait for a result
+        self._thread_wakes = threading.Condition(self._lock)
         # The thread alternates with a waiting one, and is needed at any thread level of MPI.
         self._queue, self._work = CallQueue(threaded=True), Work()  # the one of `_run`
-        self._queued = False
-        self._active = self._closing = False
-        self._waiting, self._gather_s = 0, max(gather_s, SHORTEST_S)
+        self._thread_runs = False
+        self._in_round = self._closing = False
+        self._n_waiting, self._cycle_s = 0, max(cycle_s, SHORTEST_S)
         self._error: BaseException | None = None  # of a failed exchange
         self._failed_ranks = ""
         self._allocate(MAX_REQUESTS)
@@ -137,32 +132,32 @@ class Matcher:
                     f"{request.kind} twice. Use different names, or wait for the first one."
                 )
             if not self._pending:
-                self._since_s = time.perf_counter()
+                self._first_submitted_s = time.perf_counter()
             self._pending[key] = request
             if self.timeline is not None:
-                self.timeline.submitted(request)
-            if not self._queued:
-                self._queued, self._work = True, self._queue.submit(self._run)
-            self._work.waited = self._waiting > 0
+                self.timeline.submitted(*key)
+            if not self._thread_runs:
+                self._thread_runs, self._work = True, self._queue.submit(self._run)
+            self._work.waited = self._n_waiting > 0
         return request
 
     def wait(self, request: NamedCall) -> Any:
         """Wait for a request's result; run calls in the meantime."""
         pause_s = SHORTEST_S
         with self._lock:
-            self._waiting, self._work.waited = self._waiting + 1, True
+            self._n_waiting, self._work.waited = self._n_waiting + 1, True
             try:
                 while not request.done:
-                    if self._active:
-                        self._changed.wait()
-                    elif self._advance():
+                    if self._in_round:
+                        self._request_ended.wait()
+                    elif self._run_round():
                         pause_s = SHORTEST_S
                     else:
-                        self._changed.wait(pause_s)
+                        self._request_ended.wait(pause_s)
                         pause_s = min(2 * pause_s, LONGEST_S)
             finally:
-                self._waiting -= 1
-                self._work.waited = self._waiting > 0 or not self._pending
+                self._n_waiting -= 1
+                self._work.waited = self._n_waiting > 0 or not self._pending
         if request.error is not None:
             raise request.error
         return request.result
@@ -171,7 +166,7 @@ class Matcher:
         """End the thread, when all requests are done. Collective, unless an exchange has failed."""
         with self._lock:
             self._closing = True
-            self._wake.notify()
+            self._thread_wakes.notify()
         self._queue.close()
         self.calls.close()
         self.comm.close()
@@ -181,45 +176,45 @@ class Matcher:
         """Make the calls that nobody waits for."""
         pause_s, idle_rounds = SHORTEST_S, 0
         with self._lock:
-            while self._error is None and (self._pending or (not self._closing and idle_rounds < AWAKE)):
-                remaining_s = 0.0 if self._closing else self._since_s + self._gather_s - time.perf_counter()
+            while self._error is None and (self._pending or (not self._closing and idle_rounds < IDLE_ROUNDS)):
+                remaining_s = 0.0 if self._closing else self._first_submitted_s + self._cycle_s - time.perf_counter()
                 if not self._pending:
                     idle_rounds, self._work.waited = idle_rounds + 1, True  # so that the queue does not count as busy
-                    self._wake.wait(self._gather_s)
+                    self._thread_wakes.wait(self._cycle_s)
                     continue
                 idle_rounds = 0
-                if self._waiting or self._active or remaining_s > 0:
-                    self._wake.wait(max(remaining_s, self._gather_s))
-                elif self._advance():
+                if self._n_waiting or self._in_round or remaining_s > 0:
+                    self._thread_wakes.wait(max(remaining_s, self._cycle_s))
+                elif self._run_round():
                     pause_s = SHORTEST_S
                 else:
-                    self._wake.wait(pause_s)
+                    self._thread_wakes.wait(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_S)
-            self._queued = False
+            self._thread_runs = False
 
-    def _advance(self) -> bool:
+    def _run_round(self) -> bool:
         """Collective. Make the calls that all ranks have submitted; return whether a request may have ended.
 
         The lock is held on entry and on return, but released in between.
         """
-        requests, self._active = list(self._pending.values()), True
+        requests, self._in_round = list(self._pending.values()), True
         self._lock.release()
         progress, failure = True, None
         try:
-            progress = self._round(requests)
+            progress = self._exchange_and_run(requests)
         except BaseException as error:  # of the exchange itself: no further call is possible
             failure = error
             with suppress(Exception):  # requests must end in any case
                 self._abandon()
         self._lock.acquire()
-        self._active = False
+        self._in_round = False
         if failure is not None:
             self._error = failure
             for request in (*requests, *self._pending.values()):
                 if not request.done:
                     self._end_failed(request)
             self._pending.clear()
-        self._changed.notify_all()
+        self._request_ended.notify_all()
         if failure is not None and not isinstance(failure, Exception):  # such as KeyboardInterrupt
             raise failure
         return progress
@@ -230,7 +225,7 @@ class Matcher:
         for comm in (self.comm, self.calls.comm) if failures.tolerant else ():
             cast(Any, comm.failures).abandon()
         with suppress(DeadlineError):
-            wait_until(lambda: bool(failures.failed()), NEWS_S if failures.tolerant else 0.0, str)
+            wait_until(lambda: bool(failures.failed()), FAILURE_REPORT_S if failures.tolerant else 0.0, str)
         self._failed_ranks = "".join(f" Rank {rank} has failed." for rank in failures.failed())
 
     def _end_failed(self, request: NamedCall) -> NamedCall:
@@ -244,8 +239,8 @@ class Matcher:
         self._local = torch.zeros(HEADER + FIELDS * count, dtype=torch.int64)
         self._all = torch.zeros(self.comm.size, HEADER + FIELDS * count, dtype=torch.int64)
 
-    def _round(self, pending: Sequence[NamedCall]) -> bool:
-        """Collective. Exchange requests once, and run the calls that all ranks have submitted; see `_advance`.
+    def _exchange_and_run(self, pending: Sequence[NamedCall]) -> bool:
+        """Collective. Exchange requests once, and run the calls that all ranks have submitted; see `_run_round`.
 
         Names and properties are represented by digests, so that ranks exchange tensors of int64. `joined_ns` has for
         each rank the time of its `join`, 0 if it has not called it; `properties_of` has by rank the properties by name.
@@ -253,9 +248,12 @@ class Matcher:
         join_request = next((request for request in pending if isinstance(request, Join)), None)
         requests = [request for request in pending if request is not join_request]
         keys = [request.key for request in requests]
-        late = self._is_late(requests)
-        fields_by_rank, joined_ns, any_late = self._exchange(
-            [*itertools.chain(*keys)], 0 if join_request is None else join_request.since_ns, late
+        now_s = time.perf_counter()
+        for request in requests:
+            request.first_exchanged_s = request.first_exchanged_s or now_s
+        overdue = any(now_s - each.first_exchanged_s > self.comm.failures.deadline_s for each in requests)
+        fields_by_rank, joined_ns, any_overdue = self._exchange(
+            [*itertools.chain(*keys)], 0 if join_request is None else join_request.since_ns, overdue
         )
         if self.timeline is not None:
             self.timeline.exchanged()
@@ -271,28 +269,20 @@ class Matcher:
         properties_of = [dict(zip(row[::FIELDS], row[1::FIELDS])) for row in fields_by_rank]
         common = [name for name in properties_of[unjoined[0]] if all(name in properties_of[rank] for rank in unjoined)]
         if not common:
-            if any_late:
-                self._end_late(requests)
-            return self._refuse_kinds(requests, [properties_of[rank] for rank in unjoined])
+            if any_overdue:
+                self._raise_deadline(requests)
+            return self._refuse_different_kinds(requests, [properties_of[rank] for rank in unjoined])
         by_name = {key[0]: request for key, request in zip(keys, requests)}
         if len(unjoined) < len(fields_by_rank):
             by_name = self._create_standins(unjoined, by_name, common)
         mismatched = {name for name in common if len({properties_of[rank][name] for rank in unjoined}) > 1}
         for name in common:
             if name in mismatched:
-                self._refuse(by_name[name])
+                self._refuse_different_properties(by_name[name])
         self._run_calls([by_name[name] for name in common if name not in mismatched])
         return True
 
-    def _is_late(self, requests: Sequence[NamedCall]) -> bool:
-        """Return whether a request was exchanged longer ago than the deadline; set `announced_s` of new requests."""
-        now_s, late = time.perf_counter(), False
-        for request in requests:
-            request.announced_s = request.announced_s or now_s
-            late |= now_s - request.announced_s > self.comm.failures.deadline_s
-        return late
-
-    def _end_late(self, requests: Sequence[NamedCall]) -> None:
+    def _raise_deadline(self, requests: Sequence[NamedCall]) -> None:
         """Collective. Raise DeadlineError, with the requests that each rank waits for."""
         names = [f"{each.kind} of {each.name!r}" for each in requests[:MAX_NAMED]]
         names += [f"{len(requests) - MAX_NAMED} more"] * (len(requests) > MAX_NAMED)
@@ -303,15 +293,14 @@ class Matcher:
             f"{'; '.join(texts)}. Use the same name on all ranks, and submit it on each of them."
         )
 
-    def _refuse_kinds(self, requests: Sequence[NamedCall], fields: Sequence[Collection[int]]) -> bool:
+    def _refuse_different_kinds(self, requests: Sequence[NamedCall], fields: Sequence[Collection[int]]) -> bool:
         """Collective. End requests whose name belongs to different kinds of call; return whether there are any.
 
-        `fields` has for each unjoined rank the first fields of its requests: the digest of a name, with that of the
-        kind in the bits KINDS.
+        `fields` has for each unjoined rank the first fields of its requests, see `_name_digest`.
         """
-        names = set.intersection(*({field & ~KINDS for field in of_rank} for of_rank in fields))
+        names = set.intersection(*({field & ~KIND_BITS for field in of_rank} for of_rank in fields))
         for name in sorted(names):
-            local = [each for each in requests if each.key[0] & ~KINDS == name]
+            local = [each for each in requests if each.key[0] & ~KIND_BITS == name]
             by_rank = self.comm.gather([each.kind for each in local])
             texts = [f"{' and '.join(kinds)} on rank {rank}" for rank, kinds in enumerate(by_rank) if kinds]
             for request in local:
@@ -322,17 +311,17 @@ class Matcher:
             self._end(local)
         return bool(names)
 
-    def _exchange(self, fields: Sequence[int], since_ns: int, late: bool) -> tuple[list[list[int]], list[int], bool]:
-        """Collective. Return by rank its fields and when it joined (0: not yet), and whether any request is late."""
+    def _exchange(self, fields: Sequence[int], since_ns: int, overdue: bool) -> tuple[list[list[int]], list[int], bool]:
+        """Collective. Return by rank its fields and when it joined (0: not yet), and whether any request is overdue."""
         local, of_all = self._local.numpy(), self._all.numpy()
-        local[:HEADER], capacity = (len(fields), since_ns, late), len(local) - HEADER
+        local[:HEADER], capacity = (len(fields), since_ns, overdue), len(local) - HEADER
         local[HEADER : HEADER + len(fields)] = fields[:capacity]
         self.calls.all_gather(self._all, self._local)
         counts, joined_ns = of_all[:, 0].tolist(), of_all[:, 1].tolist()
         longest_count = max(counts)
         if longest_count > capacity:  # a rank's fields were cut off: exchange them again, in longer tensors
             self._allocate(longest_count // FIELDS)
-            exchanged = self._exchange(fields, since_ns, late)
+            exchanged = self._exchange(fields, since_ns, overdue)
             self._allocate(min(2 * longest_count // FIELDS, LIMIT_REQUESTS))
             return exchanged
         rows = [row[HEADER : HEADER + count].tolist() for row, count in zip(of_all, counts)]
@@ -343,10 +332,7 @@ class Matcher:
     ) -> dict[int, NamedCall]:
         """Collective. Return a request for each call of `common`, by name digest; joined ranks create stand-ins.
 
-        Args:
-            present: ranks that have not joined; the first one sends names and properties of the calls.
-            local: this rank's requests, by name digest.
-            common: name digests of the calls that all of `present` have submitted.
+        The first of the ranks that are `present`, because they have not joined, sends names and properties.
         """
         calls = [[each.kind, each.name, _to_json(each.properties)] for name, each in local.items() if name in common]
         by_rank = self.comm.gather(calls)
@@ -359,7 +345,7 @@ class Matcher:
             requests[digest] = request
         return requests
 
-    def _refuse(self, request: NamedCall) -> None:
+    def _refuse_different_properties(self, request: NamedCall) -> None:
         """Collective. End a request with an error that names each rank's properties."""
         by_rank = self.comm.gather(dict(zip(request.PROPERTIES, map(_text, request.properties))))
         rows = {rank: row for rank, row in enumerate(by_rank) if row is not None}  # None: the rank died
@@ -382,7 +368,7 @@ class Matcher:
             first = group[0]
             if self.timeline is not None:
                 for each in group:
-                    self.timeline.started(each)
+                    self.timeline.started(each.kind, each.name)
             try:
                 if first.error is None:
                     first.run_fused(self.calls, group, self._buffer)
@@ -401,21 +387,21 @@ class Matcher:
                 self._pending.pop((request.kind, request.name), None)
         for request in requests:
             if self.timeline is not None:
-                self.timeline.ended(request)
+                self.timeline.ended(request.kind, request.name)
             request.done = True
 
 
-@lru_cache(maxsize=KNOWN, typed=True)
+@lru_cache(maxsize=CACHED_DIGESTS, typed=True)
 def _digest(*values: Any) -> int:
     """Return a 64-bit digest of values, the same on all ranks."""
     text = repr(list(map(_text, values))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
-@lru_cache(maxsize=KNOWN)
+@lru_cache(maxsize=CACHED_DIGESTS)
 def _name_digest(kind: str, name: str) -> int:
     """Return the digest of a name, with that of its kind in the last bits."""
-    return (_digest(name) & ~KINDS) | (_digest(kind) & KINDS)
+    return (_digest(name) & ~KIND_BITS) | (_digest(kind) & KIND_BITS)
 
 
 def _text(value: Any) -> str:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives
-from hpcdist.hvd.adasum import adasum
 from hpcdist.hvd.compression import Compressed
 from hpcdist.hvd.fusion import FusionBuffer
-from hpcdist.hvd.matching import KNOWN, STANDINS, NamedCall
+from hpcdist.hvd.matching import CACHED_DIGESTS, STANDINS, NamedCall
 
 Average, Sum, Adasum, Min, Max, Product = "Average", "Sum", "Adasum", "Min", "Max", "Product"
 OPERATIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
@@ -37,7 +36,7 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
     return (tensor.float() * factor).to(tensor.dtype) if tensor.itemsize == 2 else tensor * factor
 
 
-@lru_cache(maxsize=KNOWN)
+@lru_cache(maxsize=CACHED_DIGESTS)
 def _fused_with(dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size], op: str, *scales: float) -> Any:
     """Return the fusion key of an all-reduce; None if it can't be fused."""
     n_bytes = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
@@ -66,7 +65,6 @@ class Allreduce(NamedCall):
             if self._prescale != 1.0 or each.data_ptr() != out.data_ptr():
                 out.copy_(scaled(each, self._prescale))
             self._combine(calls, out)
-        self.result = self._outs
 
     def run_fused(self, calls: Collectives, requests: Sequence[Allreduce], buffer: FusionBuffer) -> None:
         # All requests have one fusion key: dtype, operation and scales are those of `self`.
@@ -81,13 +79,11 @@ class Allreduce(NamedCall):
             flat.copy_(scaled(flat, self._prescale))
         self._combine(calls, flat)
         torch._foreach_copy_([each for request in requests for each in request._outs], parts)
-        for request in requests:
-            request.result = request._outs
 
     def _combine(self, calls: Collectives, out: Tensor) -> None:
         """Collective. Replace `out` by its reduction over the ranks, times `postscale`."""
         if self._op == Adasum:
-            adasum(calls, out)
+            _adasum(calls, out)
         elif self._op == Average:
             is_integer = not out.is_floating_point() and not out.is_complex()
             addend = out.long() if is_integer else out  # int64 sums don't wrap around
@@ -107,6 +103,33 @@ class Allreduce(NamedCall):
         return cls(name, tensors, tensors, *more)
 
 
+def _adasum(calls: Collectives, tensor: Tensor) -> None:
+    """Collective. Replace a tensor by the ranks' combination: of pairs of ranks, then pairs of pairs, and so on.
+
+    Tensors of ranks beyond the largest power of two are first combined with those of the first ranks. Sums are in
+    float64; memory: ranks times the tensor.
+
+    Reference: Saeed Maleki, Madan Musuvathi, Todd Mytkowicz, Olli Saarikivi, Tianju Xu, Vadim Eksarevskiy, Jaliya
+    Ekanayake, Emad Barsoum, "Scaling distributed training with adaptive summation", 2021.
+    """
+    rows = tensor.new_empty(calls.size, tensor.numel())
+    calls.all_gather(rows, tensor)
+    addends = list(rows.double())
+    power = 1 << (calls.size.bit_length() - 1)
+    for index in range(power, calls.size):
+        addends[index - power] = _pair(addends[index - power], addends[index])
+    addends = addends[:power]
+    while len(addends) > 1:
+        addends = [_pair(a, b) for a, b in zip(addends[::2], addends[1::2])]
+    tensor.copy_(addends[0].view(tensor.shape))
+
+
+def _pair(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum of two vectors, each less half of its projection onto the other one; zeros have no effect."""
+    dot, square_a, square_b = (torch.dot(x, y).item() for x, y in ((a, b), (a, a), (b, b)))
+    return a * (1 - dot / (2 * square_a) if square_a else 1) + b * (1 - dot / (2 * square_b) if square_b else 1)
+
+
 class CompressedAllreduce(NamedCall):
     """Sum or average tensors in place, compressed."""
 
@@ -124,7 +147,6 @@ class CompressedAllreduce(NamedCall):
         for each, total in zip(self._tensors, flat):
             if total.data_ptr() != each.data_ptr():
                 each.copy_(total.view(each.shape))
-        self.result = self._tensors
 
 
 class Allgather(NamedCall):
@@ -161,7 +183,6 @@ class Broadcast(NamedCall):
         if self._out.data_ptr() != self._tensor.data_ptr() and calls.rank == self._root:
             self._out.copy_(self._tensor)
         calls.broadcast(self._out, self._root)
-        self.result = [self._out]
 
 
 class Alltoall(NamedCall):

@@ -98,11 +98,12 @@ def _operation(average: bool | None, op: str | None) -> str:
 
 def _allreduce(
     tensors: Sequence[Tensor], average: bool | None, name: str | None, op: str | None, prescale: float,
-    postscale: float, process_set: ProcessSet, finish: Callable[[Any], Any], in_place: bool = False,
+    postscale: float, process_set: ProcessSet, finish: Callable[[list[Tensor]], Any], in_place: bool = False,
 ) -> int:  # fmt: skip
     op, inputs = _operation(average, op), _detached(tensors)
     outs = inputs if in_place else [torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs]
-    return _start(finish, process_set, name, Allreduce, inputs, outs, op, prescale, postscale)
+    results = list(tensors) if in_place else outs
+    return _start(lambda _: finish(results), process_set, name, Allreduce, inputs, outs, op, prescale, postscale)
 
 
 def allreduce_async(
@@ -119,7 +120,7 @@ def allreduce_async_(
 ) -> int:  # fmt: skip
     """Start an allreduce of a tensor, in place; return a handle."""
     scales = prescale_factor, postscale_factor
-    return _allreduce([tensor], average, name, op, *scales, process_set, lambda _: tensor, in_place=True)
+    return _allreduce([tensor], average, name, op, *scales, process_set, _first, in_place=True)
 
 
 def grouped_allreduce_async(
@@ -135,8 +136,8 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start one allreduce of several tensors, in place; return a handle."""
-    tensors, scales = list(tensors), (prescale_factor, postscale_factor)
-    return _allreduce(tensors, average, name, op, *scales, process_set, lambda _: tensors, in_place=True)
+    scales = prescale_factor, postscale_factor
+    return _allreduce(tensors, average, name, op, *scales, process_set, list, in_place=True)
 
 
 def compressed_allreduce_async_(
@@ -160,17 +161,14 @@ def allreduce(
         tensor([1., 1.])
         >>> hvd.shutdown()
     """
-    (result,) = grouped_allreduce(
-        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
-    )
-    return result
+    scales = prescale_factor, postscale_factor
+    return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
 
 
 def grouped_allreduce(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
     compression: Any = Compression.none, op: str | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:  # fmt: skip
     """Collective. Reduce several tensors by one allreduce; differentiable."""
 
@@ -264,14 +262,11 @@ def grouped_allgather(
     return list(_Differentiable.apply(gather, gradients_of, *tensors))
 
 
-def _broadcast(
-    tensor: Tensor, out: Tensor, root_rank: int, name: str | None, process_set: ProcessSet,
-    finish: Callable[[Any], Any],
-) -> int:  # fmt: skip
+def _broadcast(tensor: Tensor, out: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> int:
     if root_rank not in process_set.ranks:
         raise ValueError(f"root_rank must be a rank of {process_set!r}; got {root_rank}.")
     root = process_set.ranks.index(root_rank)
-    return _start(finish, process_set, name, Broadcast, tensor.detach(), out.detach(), root, root_rank)
+    return _start(lambda _: out, process_set, name, Broadcast, tensor.detach(), out.detach(), root, root_rank)
 
 
 def broadcast_async(
@@ -279,14 +274,14 @@ def broadcast_async(
 ) -> int:
     """Start to broadcast root_rank's tensor; return a handle. `tensor` stays unchanged."""
     out = torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)
-    return _broadcast(tensor, out, root_rank, name, process_set, _first)
+    return _broadcast(tensor, out, root_rank, name, process_set)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start to broadcast root_rank's tensor into `tensor` of all ranks; return a handle."""
-    return _broadcast(tensor, tensor, root_rank, name, process_set, lambda _: tensor)
+    return _broadcast(tensor, tensor, root_rank, name, process_set)
 
 
 def broadcast(
@@ -387,8 +382,7 @@ def reducescatter(
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Collective. Reduce a tensor, and return this rank's rows; differentiable."""
-    (result,) = grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)
-    return result
+    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
 def grouped_reducescatter(

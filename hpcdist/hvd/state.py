@@ -7,16 +7,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.hvd.matching import Matcher
 from hpcdist.hvd.timeline import CallTimeline
 from hpcdist.session import world
-
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 T = TypeVar("T")
 
@@ -62,7 +59,7 @@ class _State:
     comm: Communicator | None = None
     sets: dict[int, ProcessSet]
     numbers: Iterator[int]
-    gather_s: float
+    cycle_s: float
 
 
 _state = _State()
@@ -83,19 +80,16 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if everyone.failures.lost:
         if comm is not None:
             raise ConfigError(f"comm must be omitted once a rank has failed; got {comm!r}. All survivors take part.")
-        _state.comm = cast("MpiCommunicator", everyone).of_survivors()
+        _state.comm = cast(Any, everyone).of_survivors()
     elif comm is None:
         _state.comm = everyone.split(0)
     else:
-        chosen = sorted(comm) if isinstance(comm, Iterable) else _ranks_of(comm)
-        part = everyone.split(0 if everyone.rank in chosen else 1)
-        if everyone.rank not in chosen:
-            chosen = [everyone.rank]
-            part = part.split(part.rank)  # each rank that was not chosen is alone in its group
-        _state.comm = part
+        chosen = list(comm) if isinstance(comm, Iterable) else _ranks_of(comm)
+        # Each rank that was not chosen is alone in its group.
+        _state.comm = everyone.split(0 if everyone.rank in chosen else 1 + everyone.rank)
     _state.sets, _state.numbers = {}, itertools.count()
     # Horovod's environment variables, which its users know.
-    _state.gather_s = float(os.environ.get("HOROVOD_CYCLE_TIME", 1)) / 1e3  # in milliseconds
+    _state.cycle_s = float(os.environ.get("HOROVOD_CYCLE_TIME", 1)) / 1e3  # in milliseconds
     global_process_set.__init__(range(_state.comm.size))  # type: ignore[misc]  # scripts hold it from the start
     add_process_set(global_process_set)
     if path := os.environ.get("HOROVOD_TIMELINE"):
@@ -145,7 +139,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"ranks of a process set must be some of 0..{comm.size - 1}; got {list(added.ranks)}.")
     part = comm.split(0 if comm.rank in added.ranks else None)
     added.process_set_id = next(_state.numbers)
-    added.matcher = None if part is None else Matcher(part, _state.gather_s)
+    added.matcher = None if part is None else Matcher(part, _state.cycle_s)
     _state.sets[added.process_set_id] = added
     return added
 

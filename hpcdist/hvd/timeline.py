@@ -6,13 +6,10 @@ import json
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcdist.records.files import append, writing
 from hpcdist.records.timeline import CHUNK
-
-if TYPE_CHECKING:
-    from hpcdist.hvd.matching import NamedCall
 
 
 class CallTimeline:
@@ -32,29 +29,29 @@ class CallTimeline:
         start = {"ts": 0, "name": "start_time", "ph": "M", "args": {"start_time_since_epoch_in_micros": since_us}}
         self._lines = ["[\n" + json.dumps(start)]
 
-    def submitted(self, request: NamedCall) -> None:
-        self._record(request, "B", f"NEGOTIATE_{request.kind.upper()}")
+    def submitted(self, kind: str, name: str) -> None:
+        self._record(kind, name, "B", f"NEGOTIATE_{kind.upper()}")
 
-    def started(self, request: NamedCall) -> None:
-        self._record(request, "E")
-        self._record(request, "B", request.kind.upper())
+    def started(self, kind: str, name: str) -> None:
+        self._record(kind, name, "E")
+        self._record(kind, name, "B", kind.upper())
 
-    def ended(self, request: NamedCall) -> None:
-        self._record(request, "E")
+    def ended(self, kind: str, name: str) -> None:
+        self._record(kind, name, "E")
 
     def exchanged(self) -> None:
         if self._marks:
             self._add({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": -1})
 
-    def _record(self, request: NamedCall, phase: str, name: str = "") -> None:
-        """Add the start ("B") or end ("E") of an event; viewers show each request's name as a process."""
-        title = f"{request.kind}.{request.name}"
+    def _record(self, kind: str, name: str, phase: str, event: str = "") -> None:
+        """Add the start ("B") or end ("E") of an event; viewers show each call's name as a process."""
+        title = f"{kind}.{name}"
         with self._lock:
             new = title not in self._numbers
             number = self._numbers.setdefault(title, len(self._numbers))
         if new:
             self._add({"name": "process_name", "ph": "M", "pid": number, "args": {"name": title}})
-        self._add({"ph": phase, "pid": number} | ({"name": name} if name else {}))
+        self._add({"ph": phase, "pid": number} | ({"name": event} if event else {}))
 
     def _add(self, event: dict[str, Any]) -> None:
         line = json.dumps({"ts": round((time.perf_counter() - self._start) * 1e6), **event})

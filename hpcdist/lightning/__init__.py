@@ -6,8 +6,9 @@ Ranks are started by mpirun or srun, not by Lightning. Lightning itself is impor
 """
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
+
+from hpcdist.errors import require_packages
 
 if TYPE_CHECKING:  # for editors and type checkers; see __getattr__
     from hpcdist.lightning.environment import HpcdistEnvironment
@@ -32,6 +33,5 @@ def __getattr__(name: str) -> Any:
     # Imported on first use: Lightning takes seconds to import, Fabric less.
     if name not in _HOMES:
         raise AttributeError(f"module 'hpcdist.lightning' has no attribute {name!r}")
-    if importlib.util.find_spec("lightning") is None:
-        raise ImportError(f"lightning must be installed for {name}; got none. Use `pip install hpcdist[lightning]`.")
+    require_packages("hpcdist.lightning", "lightning", "lightning")
     return getattr(importlib.import_module(f"hpcdist.lightning.{_HOMES[name]}"), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from functools import cached_property
 
 from lightning.fabric.plugins import ClusterEnvironment
 
@@ -22,7 +23,6 @@ class HpcdistEnvironment(ClusterEnvironment):
         super().__init__()
         self._comm = init()
         self.order = list(range(self._comm.size) if order is None else order)
-        self._main: tuple[str, int] | None = None
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -54,16 +54,15 @@ class HpcdistEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        return self._rendezvous()[0]
+        return self._rendezvous[0]
 
     @property
     def main_port(self) -> int:
-        return self._rendezvous()[1]
+        return self._rendezvous[1]
 
+    @cached_property
     def _rendezvous(self) -> tuple[str, int]:
-        """Return an address of the first rank, and a port that was free there. Collective at the first call."""
-        if self._main is None:
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                self._main = broadcast((socket.gethostname(), probe.getsockname()[1]), self.order[0])
-        return self._main
+        """An address of the first rank, and a port that was free there. Collective at the first use."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return broadcast((socket.gethostname(), probe.getsockname()[1]), self.order[0])

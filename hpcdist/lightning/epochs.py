@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hpcdist.session.loader.batches import AroundLoader
 from hpcdist.session.loader.sharded import ShardedLoader
 
 
-class Epochs:
+class Epochs(AroundLoader):
     """A sharded loader for training, as a Trainer's loop uses it.
 
     The loop asks for no batch after the last one; so the strategy ends an epoch by `close`, also before a validation or
@@ -22,9 +23,6 @@ class Epochs:
 
     Args:
         strategy: an HpcdistStrategy.
-
-    Attributes:
-        ended: has no batch left, while a longer loader has.
     """
 
     def __init__(self, loader: ShardedLoader, strategy: Any):
@@ -33,16 +31,10 @@ class Epochs:
         self._batches: Iterator[Any] | None = None
         self._drawn = 0  # number of batches in this epoch
         self._ahead: list[Any] = []  # the longest loader's first batch, if it was read before its turn
-        self.ended = False
+        self.ended = False  # has no batch left, while a longer loader has
         self._position: dict[str, int] | None = None  # of a paused epoch
         self._resumes: int | None = None  # the epoch of a checkpoint, to continue inside it
         self.sampler = self  # for Lightning, which calls its set_epoch
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the plain loader."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
     def __len__(self) -> int:
         return self._length

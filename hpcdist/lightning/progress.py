@@ -10,16 +10,12 @@ from torch import Tensor
 
 
 class WorkersProgress:
-    """The steps of a Trainer: recorded on a worker, and followed on a server rank.
-
-    Attributes:
-        remaining: on a server rank, the Trainer's `global_step` after each batch that it has not followed yet.
-    """
+    """The steps of a Trainer: recorded on a worker, and followed on a server rank."""
 
     def __init__(self, trainer: Trainer, reduce: Any):
         self._trainer, self._reduce = trainer, reduce
         self._before: list[int] = []  # `global_step` before each batch since the last report
-        self.remaining: list[int] = []
+        self.remaining: list[int] = []  # on a server rank: `global_step` after each batch that it has not followed yet
         self._stops = False
 
     # --- on a worker --------------------------------------------------------------------------------------------------

@@ -18,19 +18,9 @@ from hpcdist.lightning.environment import HpcdistEnvironment
 from hpcdist.session import DistributedOptimizer, allgather, allreduce, barrier, broadcast, init, local_rank, local_size
 from hpcdist.session.world import current
 
-_OPS = {"avg": "mean"}  # Lightning's name -> hpcdist's
-
 
 class CollectivesMixin:
-    """A mix-in for Lightning's strategies: ranks, devices, and collective calls by hpcdist.
-
-    Attributes:
-        strategy_class: of hpcdist.
-        clip_norm: see DistributedOptimizer.
-        serves, some_serve: this rank is a server; some rank is.
-        idle: this rank is a server, and follows the workers through an epoch that they have finished: it skips the
-            workers' collective calls.
-    """
+    """A mix-in for Lightning's strategies: ranks, devices, and collective calls by hpcdist."""
 
     parallel_devices: Any
     cluster_environment: Any
@@ -38,6 +28,7 @@ class CollectivesMixin:
     def _join(self, strategy: str, clip_norm: float | None, options: dict[str, Any]) -> None:
         """Collective. Join the ranks, and determine the workers, which come first in Lightning's order."""
         self._name, self.clip_norm, self._options = strategy, clip_norm, options
+        # This rank is a server, and follows the workers through an epoch that they have finished, without their calls.
         self.idle = False
         self.strategy_class = strategies.load(strategy)
         if self.strategy_class.contract.batch == "portions":
@@ -48,7 +39,7 @@ class CollectivesMixin:
         size = init().size
         workers = self.strategy_class.Config.from_mapping(options, "strategy").workers(size)
         self.cluster_environment = HpcdistEnvironment(sorted(range(size), key=lambda rank: rank not in workers))
-        self.serves, self.some_serve = init().rank not in workers, len(workers) < size
+        self.serves, self.some_serve = init().rank not in workers, len(workers) < size  # this rank; some rank
 
     def set_world_ranks(self) -> None:
         """Set the rank in Lightning's logging, and check the number of devices that the user requests."""
@@ -79,7 +70,7 @@ class CollectivesMixin:
         if not isinstance(tensor, Tensor) or self.idle:
             return tensor
         op = str(reduce_op).rpartition(".")[2].lower()
-        op = _OPS.get(op, op)
+        op = {"avg": "mean"}.get(op, op)  # Lightning's name, and hpcdist's
         integer = op == "mean" and not (tensor.is_floating_point() or tensor.is_complex())
         return allreduce(tensor.double() if integer else tensor, op)  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import ParallelStrategy
@@ -66,6 +67,12 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         self._counted: list[tuple[Metric, dict[str, Any]]] = []  # metrics' states before a padding batch
         self._loaded: Path | None = None
         self._failed = False
+        self._loop_position = LambdaCallback(  # tells the position of the Trainer's loop
+            on_train_batch_end=lambda *_: self.end_batch(),
+            on_validation_start=lambda *_: self.start_evaluation(),
+            on_validation_end=lambda *_: self._evaluation.close(),
+            on_train_epoch_end=lambda *_: self.pause(),
+        )
 
     # --- set-up -------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer) -> None:
@@ -82,8 +89,8 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             return
         self._progress = WorkersProgress(trainer, self.reduce)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, _LoopPosition) for callback in callbacks):
-            callbacks.insert(0, _LoopPosition(self))
+        if self._loop_position not in callbacks:
+            callbacks.insert(0, self._loop_position)  # before the user's callbacks
         # In every step Lightning broadcasts by torch.distributed whether rank 0 got a signal; server ranks, and ranks
         # that step asynchronously, don't take part.
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
@@ -150,7 +157,10 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         if self.running and self.running[0].weight == 0:
             self._module().trainer._results.batch_size = 0  # type: ignore[union-attr]
             metrics = [module for module in self._module().modules() if isinstance(module, Metric)]
-            self._counted = [(metric, _states(metric)) for metric in metrics]
+            for metric in metrics:
+                states = metric.metric_state.items()
+                copies = {name: list(each) if isinstance(each, list) else each.clone() for name, each in states}
+                self._counted.append((metric, copies))
 
     def end_batch(self) -> None:
         """Restore the metrics' states of before a padding batch."""
@@ -225,12 +235,9 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             self.pause()
 
     def start_evaluation(self) -> None:
-        """Collective. Set the model to the consensus of all ranks, until `end_evaluation`."""
+        """Collective. Set the model to the consensus of all ranks, until it has ended."""
         self._pause_for_servers()
         self._evaluation.enter_context(consensus_of(current().optimizers))
-
-    def end_evaluation(self) -> None:
-        self._evaluation.close()
 
     def block_backward_sync(self) -> Any:
         """Return a context in which backward passes only accumulate this rank's gradients."""
@@ -287,25 +294,6 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
         super().teardown()
 
 
-class _LoopPosition(Callback):
-    """Tells the strategy the position of the Trainer's loop; runs before the other callbacks."""
-
-    def __init__(self, strategy: HpcdistStrategy):
-        self._strategy = strategy
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._strategy.end_batch()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.start_evaluation()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.end_evaluation()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.pause()
-
-
 class _BatchIndices(_IndexBatchSamplerWrapper):
     """Passes the indices of this rank's samples to a BasePredictionWriter."""
 
@@ -335,11 +323,6 @@ def _require_one_length(loader: ShardedLoader) -> None:
             f"them; got {' and '.join(map(str, lengths))}. Let HpcdistStrategy distribute one data set; or skip some "
             "batches."
         )
-
-
-def _states(metric: Metric) -> dict[str, Any]:
-    states = metric.metric_state.items()
-    return {name: list(value) if isinstance(value, list) else value.clone() for name, value in states}
 
 
 def _ranks_differ(optimizers: Mapping[str, Any]) -> bool:

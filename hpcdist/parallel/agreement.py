@@ -72,17 +72,11 @@ class Agreement:
 
 
 class PartOfModel(nn.Module, abc.ABC):
-    """A rank's part of a model whose parameters are divided among the ranks of a replica.
+    """A rank's part of a model whose parameters are divided among the ranks of a replica."""
 
-    Attributes:
-        grid: the ranks of the replica, and those that hold the same part in other replicas.
-        agreement: with the other ranks of the replica, about gradients.
-        optimizers: the DistributedOptimizers that train these parameters.
-    """
-
-    grid: Grid
-    agreement: Agreement
-    optimizers: list[Any]
+    grid: Grid  # the ranks of the replica, and those that hold the same part in other replicas
+    agreement: Agreement  # with the other ranks of the replica, about gradients
+    optimizers: list[Any]  # the DistributedOptimizers that train these parameters
 
     def describe_parts(self) -> dict[str, dict[str, Any]]:
         """Describe the tensors that are parts of larger ones, by name, for a checkpoint; {} if ranks hold whole layers.
@@ -120,8 +114,13 @@ class TiedParameters:
     def __init__(self, comm: Communicator, outline: Chain, layers: Sequence[Sequence[int]], layers_here: Chain):
         names = [{id(p): name for name, p in outline.part(of_rank).named_parameters()} for of_rank in layers]
         parameters = dict(layers_here.named_parameters())
+        shared: dict[tuple[int, ...], list[int]] = {}  # ids of parameters by their ranks, in one order on all ranks
+        for parameter in outline.parameters():
+            ranks = tuple(rank for rank, of_rank in enumerate(names) if id(parameter) in of_rank)
+            if len(ranks) > 1:
+                shared.setdefault(ranks, []).append(id(parameter))
         self._groups: list[tuple[Communicator, list[nn.Parameter]]] = []
-        for ranks, tied in _shared(outline, names).items():
+        for ranks, tied in shared.items():
             group = comm.split(0 if comm.rank in ranks else None)
             if group is not None:
                 self._groups.append((group, [parameters[names[comm.rank][number]] for number in tied]))
@@ -152,7 +151,7 @@ class TiedParameters:
                 local_grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 has_grad = torch.tensor([parameter.grad is not None], dtype=local_grad.dtype, device=local_grad.device)
                 # The last element counts the ranks with a gradient.
-                sums = torch.cat([_flat(local_grad), has_grad])
+                sums = torch.cat([local_grad.detach().reshape(-1), has_grad])
                 all_reduce(sums)
                 if sums[-1] > 0:
                     local_grad.copy_(sums[:-1].view(parameter.shape))
@@ -162,7 +161,7 @@ class TiedParameters:
         """Collective. Copy each shared parameter from its first rank."""
         for group, parameters in self._groups:
             for parameter in parameters:
-                value = _flat(parameter)
+                value = parameter.detach().contiguous().view(-1)
                 group.broadcast(value, 0)
                 parameter.detach().copy_(value.view(parameter.shape))
 
@@ -170,17 +169,3 @@ class TiedParameters:
         for total, (group, _) in zip(self._sums, self._groups, strict=True):
             total.close()
             group.close()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1)
-
-
-def _shared(outline: Chain, names: Sequence[dict[int, str]]) -> dict[tuple[int, ...], list[int]]:
-    """Return ids of parameters by the ranks that share them, in the same order on all ranks."""
-    shared: dict[tuple[int, ...], list[int]] = {}
-    for parameter in outline.parameters():
-        ranks = tuple(rank for rank, of_rank in enumerate(names) if id(parameter) in of_rank)
-        if len(ranks) > 1:
-            shared.setdefault(ranks, []).append(id(parameter))
-    return shared

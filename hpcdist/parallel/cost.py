@@ -15,11 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from hpcdist.comm.virtual.random import callers_state_kept
+from hpcdist.parallel.boundary import Values
 from hpcdist.parallel.layers import Chain, build, outline, unwrapped
 
 HELD_BYTES = 2**30
 WARM_UP = 2  # passes that are not counted
-Values = tuple[Any, ...]
 Run = Callable[[Values], Values]
 
 
@@ -63,11 +63,11 @@ def measure(
     device = torch.device(device)
     with callers_state_kept():
         whole, layers = _layers(model, device, held_bytes)
-        probe = _Probe(_to(whole.values(x), device), repeats, device)
+        x, y = (pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), each) for each in (x, y))
+        probe = _Probe(whole.values(x), repeats, device)
         for number, layer in enumerate(layers):
             probe.measure(f"{number} {type(layer.layer(0)).__name__}", layer.run, layer)
         if loss is not None:
-            y = _to(y, device)
             targets = (leaf for leaf in pytree.tree_leaves(y) if isinstance(leaf, Tensor))
             probe.measure("loss", lambda values: (loss(unwrapped(values), y),), known=targets)
             of_loss, last = probe.costs.pop(), probe.costs[-1]
@@ -172,8 +172,7 @@ class _Probe:
     def _entered(self) -> tuple[list[Tensor], Values]:
         """Return the values that have gradients, and copies of all values, which a layer may change in place."""
         roots = _detached(self._values)
-        copies = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, roots)
-        return _with_gradient(roots), copies
+        return _with_gradient(roots), pytree.tree_map_only(Tensor, Tensor.clone, roots)
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -187,11 +186,7 @@ def _with_gradient(values: Any) -> list[Tensor]:
 
 def _detached(values: Any) -> Any:
     """Detach values, with the same memory; those with gradients get gradients again."""
-    return pytree.tree_map(lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v, values)
-
-
-def _to(values: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, values)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), values)
 
 
 def _address(tensor: Tensor) -> int:

@@ -27,13 +27,6 @@ class Grid:
         stages: ranks that jointly hold one whole model; 1 for plain data parallelism.
         spread: allow a replica on several nodes.
 
-    Attributes:
-        comm: all ranks of the grid.
-        inner: the ranks of this rank's replica; a rank in it is a stage.
-        outer: the ranks that hold this rank's stage; a rank in it is a replica.
-        stage, replica: the position of this rank.
-        stages, replicas: the size of the grid.
-
     Raises:
         ConfigError: `stages` does not divide the number of ranks, or a replica is not on one node.
     """
@@ -41,10 +34,11 @@ class Grid:
     def __init__(self, comm: Communicator, stages: int, spread: bool = False):
         self.comm, self.stages = comm, checked_stages(stages, comm.size)
         self.replicas = comm.size // self.stages
-        self.replica, self.stage = divmod(comm.rank, self.stages)
+        self.replica, self.stage = divmod(comm.rank, self.stages)  # the position of this rank
         if not spread:
             _check_placement(comm, self.stages)
-        self.inner, self.outer = comm.split(self.replica), comm.split(self.stage)
+        self.inner = comm.split(self.replica)  # the ranks of this rank's replica; a rank in it is a stage
+        self.outer = comm.split(self.stage)  # the ranks that hold this rank's stage; a rank in it is a replica
 
     def close(self) -> None:
         self.inner.close()

@@ -159,11 +159,21 @@ def build(make: Make, numbers: Collection[int], device: torch.device | str | Non
     kept_ids = {id(parameter) for parameter in chain.part(numbers).parameters()}
     dropped_ids = {id(parameter) for parameter in chain.parameters()} - kept_ids
     dropped = [id(parameter) in dropped_ids for parameter in registered]
-    scratch = _Scratch(p for p, drop in zip(registered, dropped, strict=True) if drop)
+    others = [parameter for parameter, drop in zip(registered, dropped, strict=True) if drop]
+    longest = {parameter.dtype: parameter.numel() for parameter in sorted(others, key=nn.Parameter.numel)}
+    scratch: dict[torch.dtype, Tensor] = {}  # the memory of all of them
     drops = iter(dropped)  # the second run registers parameters in the same order
 
     def replace(parameter: nn.Parameter) -> nn.Parameter | None:
-        return scratch.stand_in(parameter) if next(drops, False) else None
+        dtype = parameter.dtype
+        if not next(drops, False):
+            return None
+        if dtype not in scratch:
+            scratch[dtype] = parameter.new_zeros(longest.get(dtype, 0)).detach()
+        flat = scratch[dtype]
+        if flat.device != parameter.device or len(flat) < parameter.numel():
+            return None  # `make` built other parameters than for `outline`: keep this one
+        return nn.Parameter(flat[: parameter.numel()].view(parameter.shape), requires_grad=parameter.requires_grad)
 
     with _registering(replace):
         part = Chain.of(make()).part(numbers)
@@ -182,24 +192,3 @@ def _registering(register: Register) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-class _Scratch:
-    """One piece of memory for all parameters that other ranks hold: for each dtype a tensor as long as the longest."""
-
-    def __init__(self, parameters: Iterator[nn.Parameter]):
-        self._lengths: dict[torch.dtype, int] = {}
-        for parameter in parameters:
-            self._lengths[parameter.dtype] = max(parameter.numel(), self._lengths.get(parameter.dtype, 0))
-        self._memory: dict[torch.dtype, Tensor] = {}
-
-    def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter of the same shape, dtype and device in this memory; `parameter` if it has no room."""
-        dtype = parameter.dtype
-        if dtype not in self._memory:
-            self._memory[dtype] = parameter.new_zeros(self._lengths.get(dtype, 0)).detach()
-        flat = self._memory[dtype]
-        if flat.device != parameter.device or len(flat) < parameter.numel():
-            return parameter  # `make` built other parameters than for `outline`: keep this one
-        view = flat[: parameter.numel()].view(parameter.shape)
-        return nn.Parameter(view, requires_grad=parameter.requires_grad)

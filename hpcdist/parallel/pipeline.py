@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from functools import cache
 from itertools import pairwise, zip_longest
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from hpcdist.parallel.cut import Cut, cut_of
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.layers import Make, build, outline, unwrapped
 from hpcdist.parallel.routing import ROUTINGS, Routing, composed
-from hpcdist.parallel.schedules import Operation, Table
+from hpcdist.parallel.schedules import Operation
 from hpcdist.parallel.stage import Stage
 
 Scale = Callable[[Tensor], Tensor] | None  # of a GradScaler
@@ -89,9 +90,9 @@ class Pipeline(PartOfModel):
             raise UnknownNameError("routing", routing, ROUTINGS)
         self.grid, self.optimizers = grid, []
         self._loss, self._micro_batches, self._chunks, self._recompute = loss, micro_batches, chunks, recompute
-        self._schedule = schedule
-        self._tables: dict[int, Table] = {}
-        schedules.create(schedule, grid.inner.size, micro_batches, chunks)  # refused before anything is built
+        self._set_more_follow: list[Callable[[bool], None]] = []  # of the optimisers' gradients, in a pass
+        self._table = cache(lambda parts: schedules.create(schedule, grid.inner.size, parts, chunks))
+        self._table(micro_batches)  # refused before anything is built
         self.routing = Routing(grid, seed) if routing == "random" and grid.replicas > 1 else None
         self._device = torch.device("cpu") if device is None else torch.device(device)
         self._build((lambda: make) if isinstance(make, (nn.Module, list, tuple)) else cast(Make, make), cut)
@@ -172,13 +173,13 @@ class Pipeline(PartOfModel):
             The loss, not scaled, on all ranks of the replica; shape (), float64.
         """
         batch = _Batch(x, y, micro_batches or self._micro_batches, self._device, scaled)
-        operations = self._operations(batch.parts)
+        operations = self._table(batch.parts)[self.grid.inner.rank]
         self._start_routes(batch, trains=True)
         if scaled is not None:
             scaled(torch.zeros((), device=self._device))  # it starts with the first loss, which only one rank has
         with ExitStack() as stack:
-            for optimizer in self.optimizers:
-                stack.enter_context(optimizer.strategy.model.gradients.joined())
+            joined = [optimizer.strategy.model.gradients.joined() for optimizer in self.optimizers]
+            self._set_more_follow = [stack.enter_context(context) for context in joined]
             stack.enter_context(self._between.overlapping())
             self.tied.start_gradients()
             for operation, following in zip_longest(operations, operations[1:]):
@@ -225,11 +226,6 @@ class Pipeline(PartOfModel):
                 self._targets[0].send(key, (batch.part_of(batch.y, part),))
             batch.arrives = self._targets[1].receive
 
-    def _operations(self, parts: int) -> list[Operation]:
-        if parts not in self._tables:
-            self._tables[parts] = schedules.create(self._schedule, self.grid.inner.size, parts, self._chunks)
-        return self._tables[parts][self.grid.inner.rank]
-
     def _incoming(self, operation: Operation) -> tuple[Callable[[Hashable], None], Callable[[Hashable], Any]]:
         """Return two functions: the first starts to receive the input of an operation, the second waits for it.
 
@@ -249,8 +245,8 @@ class Pipeline(PartOfModel):
         thirds = _THIRDS[operation_kind] + (operation_kind in "BI" and self._recompute)  # for virtual clocks
         # After the last micro-batch the gradients of the stage's weights are complete.
         is_last_part = operation_kind in "BW" and part == batch.parts - 1
-        for optimizer in self.optimizers:
-            optimizer.strategy.model.gradients.more_follow = not is_last_part or batch.scaled is not None
+        for set_more_follow in self._set_more_follow:
+            set_more_follow(not is_last_part or batch.scaled is not None)
         self.grid.inner.compute(thirds / 3 / self.n_stages * batch.shares[part])
         if operation_kind == "F":
             values = stage.forward(self._values(stage, received, batch, part, grads=True))
@@ -306,7 +302,7 @@ class Pipeline(PartOfModel):
         with torch.no_grad():
             batch = _Batch(x, None, self._micro_batches, self._device)
             self._start_routes(batch, trains=False)
-            for operation in self._operations(batch.parts):
+            for operation in self._table(batch.parts)[self.grid.inner.rank]:
                 kind, number, part = operation
                 if kind != "F":
                     continue
@@ -345,30 +341,22 @@ class Pipeline(PartOfModel):
 
 
 class _Batch:
-    """A batch in micro-batches.
-
-    Attributes:
-        x, y: inputs and targets of the whole batch.
-        scaled: multiplies a loss by a GradScaler's scale; None leaves it.
-        loss: the sum of the losses so far, not scaled.
-        parts: their number.
-        shares: the part of the batch's samples in each.
-        keys: shapes and types of each one's inputs, which determine those at the boundaries.
-        arrives: receives the next micro-batch's targets, where they come from another replica.
-    """
+    """A batch in micro-batches: inputs `x` and targets `y`; `scaled` applies a GradScaler's scale to a loss."""
 
     def __init__(self, x: Any, y: Any, micro_batches: int, device: torch.device, scaled: Scale = None):
         self.x, self.y, self.scaled, self._device = x, y, scaled, device
+        # Receives the next micro-batch's targets, where they come from another replica.
         self.arrives: Callable[[Hashable], tuple[list[Tensor | None], Layout]] | None = None
-        self.loss = torch.zeros(1, dtype=torch.float64)
+        self.loss = torch.zeros(1, dtype=torch.float64)  # the sum of the losses so far, not scaled
         samples = _samples(x)
-        self.parts = min(micro_batches, samples)
+        self.parts = min(micro_batches, samples)  # number of micro-batches
         starts = [samples * part // self.parts for part in range(self.parts + 1)]
         self._slices = [slice(*pair) for pair in pairwise(starts)]
-        self.shares = [(part.stop - part.start) / samples for part in self._slices]
+        self.shares = [(part.stop - part.start) / samples for part in self._slices]  # of the batch's samples in each
         amp = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         state = (torch.is_grad_enabled(), amp)
         leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+        # By micro-batch: shapes and types of its inputs, which determine those at the boundaries.
         self.keys: list[Hashable] = [
             (state, *((leaf.dtype, part.stop - part.start, *leaf.shape[1:]) for leaf in leaves))
             for part in self._slices
@@ -384,7 +372,7 @@ class _Batch:
     def part_of(self, tensors: Any, part: int) -> Any:
         """Return the samples of micro-batch `part` in `x` or `y`, on the device."""
         piece, device = self._slices[part], self._device
-        return pytree.tree_map(lambda leaf: leaf[piece].to(device) if isinstance(leaf, Tensor) else leaf, tensors)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor[piece].to(device), tensors)
 
 
 def _samples(x: Any) -> int:

@@ -63,10 +63,7 @@ class Shards(PartOfModel):
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
         parameters = dict(model.named_parameters())
-        if self._ddp is None:
-            _check(parameters, bool(self._sharded))
-        else:
-            _check_ranks(self._ddp, grid)
+        _check(parameters, self._ddp, bool(self._sharded), grid)
         self._meshes = list(dict.fromkeys(p.device_mesh for p in parameters.values() if isinstance(p, DTensor)))
         self._parts: dict[str, _OwnShard] = {}
         for name, parameter in parameters.items():
@@ -101,11 +98,8 @@ class Shards(PartOfModel):
         return self._models[0](*args, **kwargs)
 
     def _home(self, path: str) -> nn.Module:
-        """Return the submodule for the parts of the model's module at `path`; create it if it is missing.
-
-        Names start with the rank's position, so that a checkpoint can't confuse the parts of ranks.
-        """
-        home: nn.Module = self
+        """Return the submodule for the parts of the model's module at `path`; create it if it is missing."""
+        home: nn.Module = self  # names start with the rank's position, so that a checkpoint can't confuse ranks' parts
         for name in [f"shard{self.grid.stage}of{self.grid.stages}", *(path.split(".") if path else ())]:
             if name not in home._modules:
                 home.add_module(name, nn.Module())
@@ -270,8 +264,16 @@ def _is_known(placement: Placement, later: Sequence[Placement], sizes: Sequence[
     return factor == math.prod(n for other, n in zip(later, sizes, strict=True) if getattr(other, "dim", None) == dim)
 
 
-def _check(parameters: dict[str, nn.Parameter], by_fsdp: bool) -> None:
-    """Raise ConfigError if the parameters are not DTensors, or not all in fully_shard."""
+def _check(parameters: dict[str, nn.Parameter], ddp: DistributedDataParallel | None, by_fsdp: bool, grid: Grid) -> None:
+    """Raise ConfigError if DDP is not on the ranks of the replica; without DDP if parameters are not DTensors."""
+    if ddp is not None:
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        if len(ranks) != grid.stages:
+            raise ConfigError(
+                f"DistributedDataParallel must be on the {grid.stages} ranks of a replica; got a process group of "
+                f"{len(ranks)}. Give it none, or process_group=mesh.get_group()."
+            )
+        return
     plain = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
     if len(plain) == len(parameters):
         raise ConfigError(
@@ -285,30 +287,15 @@ def _check(parameters: dict[str, nn.Parameter], by_fsdp: bool) -> None:
         )
 
 
-def _check_ranks(ddp: DistributedDataParallel, grid: Grid) -> None:
-    """Raise ConfigError if DistributedDataParallel is not on the ranks of the replica."""
-    ranks = dist.get_process_group_ranks(ddp.process_group)
-    if len(ranks) != grid.stages:
-        raise ConfigError(
-            f"DistributedDataParallel must be on the {grid.stages} ranks of a replica; got a process group of "
-            f"{len(ranks)}. Give it none, or process_group=mesh.get_group()."
-        )
-
-
 # --- torch's device mesh ----------------------------------------------------------------------------------------------
 def make_mesh(
     comm: Communicator, sizes: Sequence[int], names: Sequence[str] | None = None, device_type: str = "cpu"
 ) -> DeviceMesh:
-    """Collective. Create torch's device mesh of the ranks of `comm`.
+    """Collective. Create torch's device mesh of the ranks of `comm`, those of a replica; see `hpcdist.device_mesh`.
 
     For torch these are all ranks: its default process group consists of them, on hpcdist (Gloo where the one before it
     is), or on Gloo and NCCL for GPUs. It lasts until the process ends, or until
     `torch.distributed.destroy_process_group()`.
-
-    Args:
-        comm: real ranks, those of one replica.
-        sizes, names: of the dimensions; the product of sizes is the number of ranks.
-        device_type: "cpu", or "cuda" if each rank has chosen a separate GPU.
 
     Raises:
         ConfigError: the ranks are virtual, or the program has started a default process group itself.

@@ -92,8 +92,7 @@ class Stage:
 
     def _run_on_copies(self, tree: pytree.TreeSpec, *leaves: Any) -> Values:
         """Run on copies: layers may change inputs in place, which are needed again."""
-        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return self._chain.run(pytree.tree_unflatten(copies, tree))
+        return self._chain.run(pytree.tree_map_only(Tensor, Tensor.clone, pytree.tree_unflatten(leaves, tree)))
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from hpcdist.records.files import (
     write_durably,
     writing,
 )
-from hpcdist.records.lock import claimed, is_abandoned, locked, making
+from hpcdist.records.lock import is_abandoned, locked, making
 from hpcdist.records.resources import Resources, Sampler, Usage, resources_path
 from hpcdist.records.run import (
     JobFile,
@@ -28,8 +28,8 @@ from hpcdist.records.run import (
     load_average,
     load_run,
     local_cores_of_host,
-    note_step,
     now,
+    record_first_step,
     start_run,
 )
 from hpcdist.records.step import (

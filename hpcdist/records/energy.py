@@ -37,13 +37,10 @@ class EnergyMeter:
 
     Args:
         counters: by source, a function that opens its counters; without sources that another rank measures.
-
-    Attributes:
-        missing: the reason why a source is not measured; a source is missing from its first failure on.
     """
 
     def __init__(self, counters: Mapping[str, Callable[[], Sequence[Joules]]]):
-        self.missing: dict[str, str] = {}
+        self.missing: dict[str, str] = {}  # by source: why it is not measured, from its first failure on
         self._counters: dict[str, Sequence[Joules]] = {}
         for source, open_counters in counters.items():
             try:
@@ -52,7 +49,7 @@ class EnergyMeter:
                 self.missing[source] = str(error)
         self._start = self.read()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="hpcdist-energy", daemon=True)
+        self._thread = threading.Thread(target=self._read_regularly, name="hpcdist-energy", daemon=True)
         if CPU in self._counters:
             self._thread.start()
 
@@ -70,7 +67,7 @@ class EnergyMeter:
                 self.missing.setdefault(source, str(error))
         return {source: joules for source, joules in joules_of.items() if source not in self.missing}
 
-    def _look(self) -> None:
+    def _read_regularly(self) -> None:
         """Read the counters now and then, so that none wraps around unnoticed."""
         while not self._ended.wait(EVERY_S):
             self.read()
@@ -156,16 +153,16 @@ class NvidiaGpu:
             raise OSError(f"no driver of NVIDIA's answers ({error})") from None
         self.uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
-    def ask(self, question: str) -> Any:
-        """Return the result of NVML's function `question` for this GPU; raise NVMLError if there is no such value."""
-        return getattr(self.nvml, question)(self.nvml.nvmlDeviceGetHandleByUUID(self.uuid))
+    def query(self, function: str) -> Any:
+        """Return the result of NVML's function `function` for this GPU; raise NVMLError if there is no such value."""
+        return getattr(self.nvml, function)(self.nvml.nvmlDeviceGetHandleByUUID(self.uuid))
 
     def used(self) -> tuple[float | None, int | None]:
         """Return the utilisation (0 to 1) and the bytes of memory in use; None for a value that NVML does not have."""
         values: list[Any] = []
-        for question, field, unit in (("UtilizationRates", "gpu", 0.01), ("MemoryInfo", "used", 1)):
+        for function, field, unit in (("UtilizationRates", "gpu", 0.01), ("MemoryInfo", "used", 1)):
             try:
-                values.append(getattr(self.ask(f"nvmlDeviceGet{question}"), field) * unit)
+                values.append(getattr(self.query(f"nvmlDeviceGet{function}"), field) * unit)
             except self.nvml.NVMLError:
                 values.append(None)
         return values[0], values[1]
@@ -180,6 +177,6 @@ class GpuCounter:
 
     def __call__(self) -> float:
         try:
-            return 1e-3 * self._gpu.ask("nvmlDeviceGetTotalEnergyConsumption")
+            return 1e-3 * self._gpu.query("nvmlDeviceGetTotalEnergyConsumption")
         except self._gpu.nvml.NVMLError as error:
             raise OSError(f"{self._gpu.uuid} does not count its energy ({error})") from None

@@ -107,7 +107,8 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         yield temporary
-        os.replace(temporary, path)
+        with writing(path):
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)

@@ -27,7 +27,7 @@ _HOLDER = re.compile(r"process (\d+) on host (\S+) since .+")
 
 @contextmanager
 def locked(folder: Path, wait_s: float = 0.0, setting: str = "--output") -> Iterator[None]:
-    """Hold the folder's lock within the context. The file `.lock` names the holder; the kernel unlocks it at the end.
+    """Create the folder, and hold its lock within the context, as the file `.lock` says; the kernel unlocks it.
 
     Other nodes see the lock if the shared file system has a common `flock` (NFS, GPFS, BeeGFS, some mounts of Lustre).
     Without `flock`, only a live holder on this host is noticed.
@@ -37,26 +37,24 @@ def locked(folder: Path, wait_s: float = 0.0, setting: str = "--output") -> Iter
         setting: that names the folder, for messages.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds it; or the folder can't be created or locked.
     """
-    with making(folder, setting):
-        file = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        if not _acquired(file, wait_s):
-            raise ConfigError(
-                f"{setting} must be a folder in which no other run is at work; got {folder}, held by {_read(file)}. "
-                "Wait until that ends, or give another folder."
-            )
-        for stale in [path for name in WRITTEN for path in folder.glob(f"{name}.tmp-*")]:
-            stale.unlink(missing_ok=True)  # of a process that was killed while it replaced the file
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        _write(file, f"process {os.getpid()} on host {platform.node()} since {since}")
-        try:
-            yield
-        finally:
-            _write(file, "")
-    finally:
-        os.close(file)
+    with ExitStack() as until_the_end:
+        with making(folder, setting):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+            until_the_end.callback(os.close, file)
+            if not _acquired(file, wait_s):
+                raise ConfigError(
+                    f"{setting} must be a folder in which no other run is at work; got {folder}, held by "
+                    f"{_read(file)}. Wait until that ends, or give another folder."
+                )
+            for stale in [path for name in WRITTEN for path in folder.glob(f"{name}.tmp-*")]:
+                stale.unlink(missing_ok=True)  # of a process that was killed while it replaced the file
+            since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            _write(file, f"process {os.getpid()} on host {platform.node()} since {since}")
+            until_the_end.callback(_write, file, "")
+        yield
 
 
 @contextmanager
@@ -69,16 +67,6 @@ def making(folder: Path, setting: str = "--output") -> Iterator[None]:
             f"{setting} must be a folder that can be made; got {error.filename or folder} ({error.strerror}). Give "
             "another one."
         ) from None
-
-
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Create a folder and hold its lock; raise ConfigError if this fails, or another process holds the lock."""
-    with ExitStack() as until_the_end:
-        with making(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            until_the_end.enter_context(locked(folder))
-        yield
 
 
 def is_abandoned(folder: Path, quiet_s: float) -> bool:

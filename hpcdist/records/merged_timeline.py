@@ -28,7 +28,7 @@ class RankTimeline(BaseModel):
     error_s: float = Field(0.0, description="how wrong the latter may be")
     dropped: int = 0
 
-    def common_s(self, local_s: float) -> float:
+    def first_rank_s(self, local_s: float) -> float:
         """Convert a moment of this rank's clock to the first rank's; the clocks drift apart evenly."""
         (first_s, ahead_s), (last_s, ahead_last_s) = self.clock[0], self.clock[-1]
         if last_s > first_s:
@@ -45,11 +45,11 @@ def merge_timelines(path: Path, ranks: Sequence[RankTimeline], **about: Any) -> 
     Args:
         about: metadata for the file.
     """
-    zero_s = min(rank.common_s(rank.clock[0][0]) for rank in ranks)
+    zero_s = min(rank.first_rank_s(rank.clock[0][0]) for rank in ranks)
     links = _Links()
     for rank in ranks:
         for event in _events(path, rank, zero_s):
-            links.note(event)
+            links.record(event)
     about |= {"ranks": len(ranks), "dropped": {rank.rank: rank.dropped for rank in ranks if rank.dropped}}
     about["clocks"] = {
         rank.rank: {"ahead, s": [ahead for _, ahead in rank.clock], "error, s": rank.error_s} for rank in ranks
@@ -94,7 +94,7 @@ def _events(path: Path, rank: RankTimeline, zero_s: float) -> Iterator[Event]:
             continue  # cut short, as its rank died
         if "ts" in event:
             local_us = event["ts"], event["ts"] + event.get("dur", 0)
-            times = span_us(*(rank.common_s(1e-6 * us) - zero_s for us in local_us))
+            times = span_us(*(rank.first_rank_s(1e-6 * us) - zero_s for us in local_us))
             event |= times if "dur" in event else {"ts": times["ts"]}
         yield event
 
@@ -108,7 +108,7 @@ class _Links:
         self._starts: dict[str, float] = {}  # and sent
         self._numbers: dict[str, int] = {}
 
-    def note(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         """First pass over all events: record when the last rank started each call, and the times of each message."""
         args = event.get("args", {})
         if call := args.get("call"):
@@ -126,7 +126,7 @@ class _Links:
             if at_us > event["ts"]:
                 args |= {"waited for": f"rank {last}", "waited, ms": round(1e-3 * (at_us - event["ts"]), 3)}
         arrows = []
-        for kind, phase in (("sent", "s"), ("received", "f")):
+        for kind, phase, binding in (("sent", "s", {}), ("received", "f", {"bp": "e"})):  # ends in the event around it
             message = args.get(kind)
             if message in self._starts and message in self._ends:
                 number = self._numbers.setdefault(message, len(self._numbers))
@@ -134,8 +134,5 @@ class _Links:
                 # A nanosecond before the end: viewers take the event around that moment.
                 last_us = max(event["ts"], round(event["ts"] + event["dur"] - 0.001, 3))
                 at_us = event["ts"] if phase == "s" else last_us
-                arrows.append(arrow | {"ts": at_us, "pid": event["pid"], "tid": event["tid"]} | _BINDING[phase])
+                arrows.append(arrow | {"ts": at_us, "pid": event["pid"], "tid": event["tid"]} | binding)
         return arrows
-
-
-_BINDING: dict[str, dict[str, str]] = {"s": {}, "f": {"bp": "e"}}  # an arrow ends in the event around it

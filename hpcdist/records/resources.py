@@ -53,16 +53,15 @@ class Sampler:
     Args:
         path: see `resources_path`.
         gpu: UUID of the GPU that this rank computes on.
-        root: the folder of sysfs.
     """
 
-    def __init__(self, path: Path, gpu: str | None = None, root: Path = SYSFS):
-        self._path, self._process, self._root = path, psutil.Process(), root
+    def __init__(self, path: Path, gpu: str | None = None):
+        self._path, self._process = path, psutil.Process()
         self._gpu: Callable[[], tuple[float | None, int | None]] = lambda: (None, None)
         if gpu is not None:
             with suppress(OSError):  # no driver of NVIDIA's; RunEnergy says so in the summary
                 self._gpu = NvidiaGpu(gpu).used
-        self._before = self._count()
+        self._before = self._totals()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hpcdist-resources", daemon=True)
         self._thread.start()
@@ -81,14 +80,14 @@ class Sampler:
         except OSError as error:
             _logger.warning(f"processor, memory, network and GPU are recorded no longer: {error}")
 
-    def _count(self) -> tuple[float, float, int, int]:
+    def _totals(self) -> tuple[float, float, int, int]:
         """Return the present time, and what has been used so far: seconds of processors, bytes received and sent."""
         used = self._process.cpu_times()
-        return (time.monotonic(), used.user + used.system, *network_bytes(self._root))
+        return (time.monotonic(), used.user + used.system, *network_bytes())
 
     def _sample(self) -> Usage:
         """Return what was used since the last sample: the counters' differences per second."""
-        before, self._before = self._before, self._count()
+        before, self._before = self._before, self._totals()
         elapsed_s, *amounts = (now - then for now, then in zip(self._before, before))
         cores, received, sent = (round(amount / max(elapsed_s, 1e-3), 3) for amount in amounts)
         memory = self._process.memory_info().rss
@@ -128,13 +127,13 @@ class Resources:
         for path in sorted(self._folder.glob("resources-rank*.jsonl")):
             if match := _FILE_NAME.fullmatch(path.name):
                 with suppress(OSError):  # it is none that can be read; a run shows without it
-                    while whole := self._new(path):
+                    while whole := self._new_lines(path):
                         samples = self.samples.setdefault(int(match[1]), [])
                         for line in whole.splitlines():
                             with suppress(ValidationError):
                                 samples.append(_USAGE.validate_json(line))
 
-    def _new(self, path: Path) -> bytes:
+    def _new_lines(self, path: Path) -> bytes:
         """Read the next whole lines of a file."""
         with open_regular(path) as file:
             file.seek(self._read.get(path, 0))

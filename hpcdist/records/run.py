@@ -193,7 +193,7 @@ def end_run(folder: Path, outcome: Outcome = "ended", reason: str | None = None)
         _write(folder / FILE_NAME, run)
 
 
-def note_step(folder: Path, step: int) -> None:
+def record_first_step(folder: Path, step: int) -> None:
     """Record the step from which the newest start resumed, if that was not known when it was recorded."""
     run = load_run(folder)
     if run is not None:
@@ -212,17 +212,17 @@ def copy_job(folder: Path, path: Path, neighbours: Iterable[Path]) -> JobFile:
     files = {str(file.resolve().relative_to(home)): file.read_bytes() for file in (path, *neighbours)}
     checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     targets = (folder / ("job" if number == 1 else f"job-{number}") for number in count(1))
-    target = next(one for one in targets if not one.exists() or all(_has(one / name, files[name]) for name in files))
+    target = next(one for one in targets if not one.exists() or all(_holds(one / name, files[name]) for name in files))
     for name, content in files.items():
         with writing(target / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if not _has(target / name, content):
+        if not _holds(target / name, content):
             replace_durably(target / name, content)
     copies = {f"{target.name}/{name}": digest for name, digest in checksums.items()}
     return JobFile(path=str(path), sha256=checksums[path.resolve().name], copies=copies)
 
 
-def _has(path: Path, content: bytes) -> bool:
+def _holds(path: Path, content: bytes) -> bool:
     return path.is_file() and read_bounded(path, path.stat().st_size) == content
 
 

@@ -147,7 +147,7 @@ class RecordTail:
         self._path, self._strict = path, strict
         self._offset = path.stat().st_size if from_end and path.exists() else 0  # bytes that have been read
         self.lines = 0  # that have been read
-        self._doubtful = -1  # the position of a line that was no record
+        self._retried_offset = -1  # the position of a line that was no record
 
     def __call__(self) -> list[StepRecord | int]:
         """Return the new records. A number among them is the first step that a restarted run takes again.
@@ -180,8 +180,8 @@ class RecordTail:
                 if self._strict:
                     remedy = "The file is damaged: delete this line to read the others."
                     raise damaged_line(self._path, self.lines + 1, line, "a step record", error, remedy) from None
-                if self._doubtful != self._offset:  # the first time: leave the line for the next call
-                    self._doubtful = self._offset
+                if self._retried_offset != self._offset:  # the first time: leave the line for the next call
+                    self._retried_offset = self._offset
                     break
             self._offset += len(line)
             self.lines += 1

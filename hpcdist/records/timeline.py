@@ -19,8 +19,8 @@ from typing import Any
 from hpcdist.records.files import append, writing
 
 Details = dict[str, Any]
-MOST = 200_000  # events of a rank
-MOST_OF_ALL = 1_000_000  # events of all ranks; viewers can still open so many
+MAX_EVENTS = 200_000  # events of a rank
+MAX_EVENTS_OF_ALL = 1_000_000  # events of all ranks; viewers can still open so many
 CHUNK = 512  # events written at once
 THREADS = {"hpcdist-calls": "collective calls, in the background", "hpcdist-window": "serving of windows"}
 
@@ -34,28 +34,24 @@ class Timeline:
         path: of the timeline of all ranks; this rank's file lies beside it and is overwritten.
         now: the rank's clock, in seconds.
         max_events: events in the file.
-
-    Attributes:
-        role: of the rank, which its name shows.
-        dropped: the number of missing events.
-        clock: moments, and this rank's clock minus the first rank's at each, in seconds.
-        error_s: the largest error of these differences.
     """
 
-    def __init__(self, path: Path, rank: int, now: Callable[[], float], max_events: int = MOST):
-        self.path, self.rank, self.role, self.now = path, rank, "", now
+    def __init__(self, path: Path, rank: int, now: Callable[[], float], max_events: int = MAX_EVENTS):
+        self.path, self.rank, self.now = path, rank, now
+        self.role = ""  # of the rank, which its name shows
         self._recent: list[tuple[int, float, float, str, str, Details]] = []  # not yet written
-        self._room = max_events - max_events // 2  # number of first events that may still be written
+        self._first_left = max_events - max_events // 2  # number of first events that may still be written
         self._last: deque[tuple[int, float, float, str, str, Details]] = deque(maxlen=max_events // 2)
-        self.dropped, self.error_s = 0, 0.0
-        self.clock: list[tuple[float, float]] = []
+        self.dropped = 0  # the number of missing events
+        self.clock: list[tuple[float, float]] = []  # moments, and this clock minus the first rank's at each, in seconds
+        self.error_s = 0.0  # the largest error of these differences
         self._rows: dict[int, int] = {}  # numbers of threads in the file, by Python's thread ids
         self._writing = threading.Lock()
-        self._own_path = rank_path(path, rank)
-        with writing(self._own_path):
-            self._file = open(self._own_path, "wb", buffering=0)
+        self._rank_path = rank_path(path, rank)
+        with writing(self._rank_path):
+            self._file = open(self._rank_path, "wb", buffering=0)
         self._write("[\n" + _metadata(rank, 0, "process_name", name=f"rank {rank}"))
-        self._row("main")
+        self._add_row("main")
 
     # --- recording ------------------------------------------------------------------------------------------------
     @contextmanager
@@ -72,12 +68,12 @@ class Timeline:
         row = self._rows.get(threading.get_ident())
         if row is None:
             name_of_thread = threading.current_thread().name
-            row = self._row(THREADS.get(name_of_thread, name_of_thread))
+            row = self._add_row(THREADS.get(name_of_thread, name_of_thread))
         self._recent.append((row, start_s, self.now(), name, category, details))
         if len(self._recent) >= CHUNK:
-            self._spill()
+            self._write_recent()
 
-    def _row(self, name: str) -> int:
+    def _add_row(self, name: str) -> int:
         """Give this thread a separate row in the timeline."""
         with self._writing:
             row = self._rows[threading.get_ident()] = len(self._rows)
@@ -85,14 +81,14 @@ class Timeline:
         return row
 
     # --- writing --------------------------------------------------------------------------------------------------
-    def _spill(self) -> None:
+    def _write_recent(self) -> None:
         """Write recent events while there is room for first ones; keep later ones as candidates for the last half."""
         with self._writing:
             count = len(self._recent)
             events = self._recent[:count]
             del self._recent[:count]  # other threads may append now
-            first, later = events[: self._room], events[self._room :]
-            self._room -= len(first)
+            first, later = events[: self._first_left], events[self._first_left :]
+            self._first_left -= len(first)
             if first:
                 self._write("".join(self._line(*event) for event in first))
             self.dropped += max(0, len(self._last) + len(later) - (self._last.maxlen or 0))
@@ -102,17 +98,17 @@ class Timeline:
         # By hand, in a fifth of the time of json.dumps.
         times, args = span_us(start_s, end_s), _encode(details) if details else "{}"
         return (
-            f',\n{{"name": {_quoted(name)}, "cat": {_quoted(category)}, "ph": "X", "ts": {times["ts"]}, '
+            f',\n{{"name": {_encode_name(name)}, "cat": {_encode_name(category)}, "ph": "X", "ts": {times["ts"]}, '
             f'"dur": {times["dur"]}, "pid": {self.rank}, "tid": {row}, "args": {args}}}'
         )
 
     def _write(self, text: str) -> None:
         if not self._file.closed:
-            append(self._file, self._own_path, text.encode())
+            append(self._file, self._rank_path, text.encode())
 
     def close(self) -> None:
         """Write the remaining events and end the file. Later events are ignored."""
-        self._spill()
+        self._write_recent()
         with self._writing:
             if self.dropped:
                 message = f"{self.dropped:,} events dropped before this one"
@@ -142,7 +138,7 @@ def span_us(start_s: float, end_s: float) -> dict[str, float]:
 
 
 _encode = json.JSONEncoder().encode
-_quoted = lru_cache(maxsize=1024)(_encode)
+_encode_name = lru_cache(maxsize=1024)(_encode)
 
 
 def _metadata(rank: int, row: int, kind: str, **args: Any) -> str:

@@ -20,10 +20,9 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Flats, copy_all
-from hpcdist.strategies.decentralised.peers import Peers, PeerSampler, SamplingConfig
+from hpcdist.strategies.decentralised.peers import Peers, SamplingConfig
 from hpcdist.topology import Topology, make_topology
 
 _FREE = 0  # the lock is free
@@ -52,8 +51,6 @@ class ADPSGD(Strategy):
     """
 
     class Config(SamplingConfig):
-        """Options of adpsgd."""
-
         topology: Named = Field(Named(name="bipartite"), description="graph of the pairs of ranks that average")
 
     contract = Contract(
@@ -71,7 +68,7 @@ class ADPSGD(Strategy):
         _, passive = bipartition(topology)
         super().__init__(config, comm, model, **kwargs)
         self.peers = Peers(comm, self.records)
-        self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
+        self._generator = config.generator(comm, self.state)
         self._passive = comm.rank in passive
         self._neighbours = [rank for rank in topology.in_neighbours(comm.rank, 0) if rank != comm.rank]
         self._shared = [self.opened(comm.window(p.numel() if self._passive else 0, p.dtype)) for p in model.params]
@@ -99,7 +96,7 @@ class ADPSGD(Strategy):
     # --- an active rank -------------------------------------------------------------------------------------------
     def _average(self) -> None:
         """Average with the first neighbour, in random order, that is alive and free."""
-        for i in torch.randperm(len(self._neighbours), generator=self.sampler.generator).tolist():
+        for i in torch.randperm(len(self._neighbours), generator=self._generator).tolist():
             if self._neighbours[i] in self.peers.present and self._average_with(self._neighbours[i]):
                 return
 
@@ -115,7 +112,7 @@ class ADPSGD(Strategy):
                 window.get(fetched, peer)
                 change = fetched.to(local.device)
                 for remote_part, local_part in alongside(change, local):
-                    _half_difference(remote_part, local_part, out=remote_part)
+                    torch.sub(local_part, remote_part, out=remote_part).mul_(0.5)
                 window.accumulate(change, peer)
                 local.sub_(change)
             self._holder.compare_and_swap(token, _FREE, peer)
@@ -143,7 +140,6 @@ class ADPSGD(Strategy):
             if holder != _FREE and holder - 1 not in self.peers.present:
                 self._holder.compare_and_swap(holder, _FREE, self.comm.rank)
 
-    # --- consensus and checkpoints --------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Return the exact means of x and of the buffers; does not change the model."""
         self.comm.barrier()  # no rank is averaging
@@ -161,14 +157,9 @@ class ADPSGD(Strategy):
         super().close()
 
 
-def _half_difference(remote: Tensor, local: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return (local − remote)/2: added to `remote` and subtracted from `local`, it averages both."""
-    return torch.sub(local, remote, out=out).mul_(0.5)
-
-
 def _average(remote: Tensor, local: Tensor) -> None:
     """Set both to their mean."""
-    change = _half_difference(remote, local)
+    change = torch.sub(local, remote).mul_(0.5)
     remote.add_(change)
     local.sub_(change)
 
@@ -200,8 +191,6 @@ def bipartition(topology: Topology) -> tuple[frozenset[int], frozenset[int]]:
             f"{len(odd_cycle)} ranks. Take one whose ranks fall into two sides, such as bipartite, or a ring of an "
             "even number."
         )
-    second: set[int] = set()
-    for part in nx.connected_components(graph):
-        distances = nx.single_source_shortest_path_length(graph, min(part))
-        second |= {rank for rank, distance in distances.items() if distance % 2}
+    # networkx gives color 1 to the first rank of a part; a rank without neighbours has color 0.
+    second = {rank for rank, color in nx.bipartite.color(graph).items() if color == 0 and graph[rank]}
     return frozenset(set(graph) - second), frozenset(second)

@@ -19,8 +19,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.synchronous.agreement import StepAgreement
 from hpcdist.strategies.synchronous.averaging import Averaging, ProviderConfig
 
@@ -64,8 +63,6 @@ class AllReduce(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of allreduce."""
-
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
         overlap: Literal["auto", "on", "off"] = Field(
             "auto", description="average buckets while the backward pass runs; auto measures both"
@@ -75,7 +72,7 @@ class AllReduce(Strategy):
         provider: ProviderConfig = Field(ProviderConfig(), description="the library that sums gradients")
 
         @model_validator(mode="after")
-        def _provider_alone(self) -> Self:
+        def _goes_together(self) -> Self:
             other = self.provider.name
             if self.provider and self.algorithm != "auto":
                 raise ValueError(
@@ -87,10 +84,6 @@ class AllReduce(Strategy):
                     f"strategy.compression must be none with strategy.provider = {other!r}, which sums gradients as "
                     f"they are; got {self.compression.name}. Leave it out; Horovod has strategy.provider.compression."
                 )
-            return self
-
-        @model_validator(mode="after")
-        def _no_overlap_of_compression(self) -> Self:
             if self.compression and self.overlap == "on":
                 raise ValueError(
                     "strategy.overlap must be off or auto with strategy.compression, which sees all gradients before "

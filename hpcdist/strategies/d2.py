@@ -12,8 +12,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import Mixing, rates
 from hpcdist.topology import make_topology
 
@@ -34,8 +33,7 @@ class D2(Strategy):
     diverges even without gradients. With `lazy`, the default, ranks mix by (W + I)/2, which has none; without it the
     ring of an even number of ranks is refused, for example. On one rank only the optimiser runs.
 
-    Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
-    all-reduce of 16 bytes compares settings. Memory: c, and one vector per neighbour.
+    Bytes per rank and step: one parameter vector to each neighbour. Memory: c, and one vector per neighbour.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "d2", topology="ring")
@@ -45,8 +43,6 @@ class D2(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of d2."""
-
         topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
         lazy: bool = Field(True, description="mix by (W + I)/2, so that any symmetric graph will do")
 

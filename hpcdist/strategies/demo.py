@@ -48,8 +48,6 @@ class DeMo(OwnStep):
     """
 
     class Config(OwnStep.Config):
-        """Options of demo."""
-
         momentum: float = Field(0.999, ge=0, le=1, description="β: part of the momentum that a step keeps")
         keep: int = Field(32, ge=1, description="components of each block that a rank sends")
         side: int = Field(64, ge=1, description="largest number of rows and of columns of a block")
@@ -110,7 +108,7 @@ def transform(blocks: Tensor, *, back: bool = False) -> Tensor:
     Args:
         blocks: shape (down, height, across, width); half precision is transformed in float32.
     """
-    wide = blocks.to(torch.float64 if blocks.dtype == torch.float64 else torch.float32)
+    wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     down, along = (cosines(blocks.shape[axis], wide.dtype, wide.device) for axis in (1, 3))
     if back:
         down, along = down.T, along.T

@@ -26,9 +26,8 @@ class DiLoCo(Periodic):
     of fewer than H steps never communicates: evaluate, and end, at multiples of H.
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, and 8/H for each parameter, as outer momentum
-    does not move a parameter without a gradient on any rank since the last outer step. At synchronizations 1, 2, 4,
-    8... and each 64th an all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and its
-    momentum), with `overlap` four.
+    does not move a parameter without a gradient on any rank since the last outer step. Memory per rank: two parameter
+    vectors (x and its momentum), with `overlap` four.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "diloco", period=4, outer_lr=0.7)
@@ -39,8 +38,6 @@ class DiLoCo(Periodic):
     """
 
     class Config(OverlapConfig):
-        """Options of diloco."""
-
         period: int = Field(500, ge=1, description="H: inner steps to one outer step")
         outer_lr: float = Field(0.7, gt=0, description="learning rate of the outer optimiser")
         outer_momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the outer optimiser")

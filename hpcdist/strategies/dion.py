@@ -45,8 +45,6 @@ class Dion(OwnStep):
     """
 
     class Config(OwnStep.Config):
-        """Options of dion."""
-
         fraction: float = Field(0.25, gt=0, le=1, description="r: rank of the factors, as a part of the shorter side")
         momentum: float = Field(0.95, ge=0, lt=1, description="μ: part of the factors' product that stays in M")
         rate: float = Field(1.0, gt=0, description="learning rate of the matrices, as a multiple of their group's")
@@ -78,7 +76,6 @@ class Dion(OwnStep):
                     f"{pattern!r}, which matches none of {shorten(known, 30)}.{suggestion(pattern, known)}"
                 )
 
-    # --- steps ----------------------------------------------------------------------------------------------------
     def move(self, update: Update) -> None:
         if not self._names_known:  # compared here: a rehearsal, which takes no step, has another model
             self._require_others()
@@ -106,11 +103,11 @@ class Dion(OwnStep):
         `sums` are B = M + G, in the memory of M but for half precision; `factors`,
         `left` and `right` are Q, P and R, transposed.
         """
-        wide = [torch.float64 if item.parameter.dtype == torch.float64 else torch.float32 for item in matrices]
-        sums = [
-            item.views[1].to(dtype).add_(item.views[0]).view(len(item.parameter), -1)
-            for item, dtype in zip(matrices, wide, strict=True)
-        ]
+        sums = []
+        for item in matrices:
+            gradient, momentum = item.views
+            wide = momentum.to(torch.promote_types(momentum.dtype, torch.float32))
+            sums.append(wide.add_(gradient).view(len(item.parameter), -1))
         factors = [self._basis_of(item, total) for item, total in zip(matrices, sums, strict=True)]
         left = [q @ total.T for q, total in zip(factors, sums, strict=True)]  # transposed: r rows
         self._average(left)

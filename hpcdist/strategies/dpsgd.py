@@ -19,8 +19,7 @@ from hpcdist.compress.coding.reduction import TAG, join_messages, receive, split
 from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.state import State
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.topology import Topology, make_topology
@@ -37,8 +36,7 @@ class DPSGD(Strategy):
 
     With `overlap`, a change of parameters between steps (a clamp, say) must be part of the optimiser's step, because
     between steps the parameters are being sent. Bytes per rank and step: one parameter vector to each neighbour; after
-    the last step of a run one more, unused. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes
-    compares settings. Memory: one parameter vector per neighbour.
+    the last step of a run one more, unused. Memory: one parameter vector per neighbour.
 
     With `compression` a rank sends compressed differences; its neighbours add them to a copy x̂ of its x, and
     x ← x + γ(Wx̂ − x̂) replaces Wx (CHOCO-SGD). The topology must then be static. Bytes: a message to each neighbour;
@@ -55,8 +53,6 @@ class DPSGD(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of dpsgd."""
-
         topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
         overlap: bool = Field(True, description="exchange parameters while the next gradient is computed")
         compression: CompressionConfig = Field(CompressionConfig(), description="how differences are compressed")
@@ -157,7 +153,7 @@ class CompressedMixing:
         self._public = state.sharded("copies", tensors=copies, start="parameters")  # x̂
         # Wx̂: all ranks start with the same parameters
         self._public_mixed = state.sharded("mixed", tensors=mixed, start="parameters")
-        state.value("coders", [], self)
+        state.custom("coders", self._coders, self._load_coders, lambda: None)
         state.scratch([feedback.residual for feedback in self._feedbacks])  # of one message
         state.after_load(self._mix_copies)
         self._sends: list[Request] = []
@@ -173,7 +169,7 @@ class CompressedMixing:
     def start(self, tensors: Sequence[Tensor], step: int) -> None:
         """Collective. Start sending the differences of `tensors` to their public copies. Never blocks."""
         self._whole = step < self._warmup_steps
-        self._before = self.coders
+        self._before = self._coders()
         for tensor, copy, feedback in zip(tensors, self._public, self._feedbacks, strict=True):
             feedback.residual.zero_()  # the difference contains the error
             self._sent.append(feedback.encode(_on_host(tensor).sub_(copy), self._whole))
@@ -207,17 +203,15 @@ class CompressedMixing:
         self._sends, self._sent = [], []
         return messages
 
-    @property
-    def coders(self) -> list[dict]:
-        """The compressors' states before the exchange in flight. Setting an empty list changes no compressor."""
+    def _coders(self) -> list[dict]:
+        """Return the compressors' states before the exchange in flight."""
         if self.in_flight:
             return self._before
         return [deepcopy(feedback.compressor.state_dict()) for feedback in self._feedbacks]
 
-    @coders.setter
-    def coders(self, saved: Sequence[dict]) -> None:
+    def _load_coders(self, saved: Sequence[dict]) -> None:
         for feedback, state in zip(self._feedbacks, saved):
-            feedback.compressor.load_state_dict(deepcopy(state))
+            feedback.compressor.load_state_dict(state)
 
     def _mix_copies(self) -> None:
         """Collective. Compute Wx̂ from the public copies if the checkpoint lacks it."""
@@ -229,4 +223,4 @@ class CompressedMixing:
 
 def _on_host(flat: Tensor) -> Tensor:
     """Copy a flat tensor to the host, as float32 or float64."""
-    return flat.detach().to("cpu", torch.float64 if flat.dtype == torch.float64 else torch.float32, copy=True)
+    return flat.detach().to("cpu", torch.promote_types(flat.dtype, torch.float32), copy=True)

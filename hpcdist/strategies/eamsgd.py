@@ -56,11 +56,7 @@ class EAMSGD(ElasticStrategy):
     """
 
     class Config(ElasticStrategy.Config):
-        """Options of eamsgd."""
-
         momentum: float = Field(0.9, ge=0, lt=1, description="δ, Nesterov momentum of each worker; the paper has 0.99")
 
     config: Config
-
-    def make_worker(self) -> NesterovWorker:
-        return NesterovWorker(self)
+    worker_type = NesterovWorker

@@ -26,6 +26,3 @@ class EASGD(ElasticStrategy):
     Reference: Sixin Zhang, Anna Choromanska, Yann LeCun, "Deep learning with elastic averaging SGD", 2015, algorithm 1;
     for the synchronous form, equations 3 and 4.
     """
-
-    class Config(ElasticStrategy.Config):
-        """Options of easgd."""

@@ -10,10 +10,9 @@ from pydantic import Field
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.snapshot import Publication
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Update
 from hpcdist.strategies.common.state import copy_all
-from hpcdist.strategies.decentralised.peers import Gossip, PeerSampler, SamplingConfig, average_in, check_count
+from hpcdist.strategies.decentralised.peers import Gossip, PeerSampler, SamplingConfig, average_in
 
 
 @final
@@ -42,8 +41,6 @@ class GossipPull(Gossip):
     """
 
     class Config(SamplingConfig, Gossip.Config):
-        """Options of gossip_pull."""
-
         pulls: int = Field(1, ge=1, description="number of ranks whose parameters are fetched for one average")
         torn: bool = Field(False, description="do not check that all fetched parameters belong to one step")
 
@@ -52,8 +49,7 @@ class GossipPull(Gossip):
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
-        self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
-        check_count(comm, "pulls", config.pulls, include_self=config.include_self)
+        self.sampler = PeerSampler(comm, self.peers, self.state, config, "pulls")
         self._mixes_published = config.order == "after" and not config.compression  # averages what was just published
         self._fetched = self.state.scratch(self.wire.empty())
         self._published = self.opened(Publication(comm, self._fetched, publishes=comm.size > 1))
@@ -74,7 +70,7 @@ class GossipPull(Gossip):
         """Average with sampled ranks, with equal weights."""
         if not due:
             return
-        peers = self.sampler.sample(self.config.pulls, include_self=self.config.include_self)
+        peers = self.sampler.sample()
         weight = 1 + (self.comm.rank in peers)  # of the local parameters: they are a mean of this many
         published = self._mixes_published
         for peer in peers:

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.decentralised.peers import Gossip, PeerSampler, SamplingConfig, average_in, check_count
+from hpcdist.strategies.decentralised.peers import Gossip, PeerSampler, SamplingConfig, average_in
 
 _WRITING = -1  # the count of a slot that is being written
 
@@ -54,8 +54,6 @@ class GossipPush(Gossip):
     """
 
     class Config(SamplingConfig, Gossip.Config):
-        """Options of gossip_push."""
-
         pushes: int = Field(1, ge=1, description="number of ranks that the parameters are sent to at each average")
 
     config: Config
@@ -63,8 +61,7 @@ class GossipPush(Gossip):
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
-        self.sampler = PeerSampler(comm, self.peers, self.state, config.seed)
-        check_count(comm, "pushes", config.pushes, include_self=config.include_self)
+        self.sampler = PeerSampler(comm, self.peers, self.state, config, "pushes")
         self._taken = self.state.scratch(self.wire.empty())
         self._slots = [self.opened(comm.window((comm.size - 1) * t.numel(), t.dtype)) for t in self._taken]
         self._counts = self.opened(comm.window(comm.size - 1, torch.int64))
@@ -75,7 +72,7 @@ class GossipPush(Gossip):
         """Push if it is due in this step, and average all received messages."""
         weight = 1
         if due:
-            for peer in self.sampler.sample(self.config.pushes, include_self=self.config.include_self):
+            for peer in self.sampler.sample():
                 if peer == self.comm.rank:
                     weight = 2
                 else:
@@ -121,7 +118,6 @@ class GossipPush(Gossip):
         for window, out in zip(self._slots, self._taken, strict=True):
             window.get(out, self.comm.rank, slot * out.numel())
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
     def _copy_slots(self) -> list[tuple[int, int, list[Tensor]]]:
         """Return a copy of the received messages: slot, number and sums."""
         messages_of_slots = []

@@ -33,8 +33,7 @@ class GossipSync(Gossip):
     the local optimiser; the gradient is computed at θᵢ before the average.
 
     Bytes per rank and step with an average: one parameter vector sent, half with fp16 or bf16; none if π(i) = i, which
-    has probability 1/p. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings.
-    Without `include_self` permutations with π(i) = i are sampled again.
+    has probability 1/p. Without `include_self` permutations with π(i) = i are sampled again.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "gossip_sync", pairing="matching")
@@ -45,8 +44,6 @@ class GossipSync(Gossip):
     """
 
     class Config(Gossip.Config):
-        """Options of gossip_sync."""
-
         seed: int = Field(0, ge=0, description="seed of the permutations, sampled from (seed, step)")
         pairing: Literal["permutation", "matching"] = Field(
             "permutation", description="receive along a random permutation, or average in random disjoint pairs"

@@ -13,8 +13,7 @@ from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config.settings import Named
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import Mixing, conserving
 
 
@@ -33,8 +32,8 @@ class GradientTracking(Strategy):
     not finite keeps its last gradient in y. On one rank only the optimiser runs.
 
     Bytes per rank and step: two parameter vectors to each neighbour, x and y, and two elements for each parameter to
-    flag its gradient: a parameter without a gradient on any rank is not updated. At synchronizations 1, 2, 4, 8... and
-    each 64th an all-reduce of 16 bytes compares settings. Memory: y, the last gradient, and two vectors per neighbour.
+    flag its gradient: a parameter without a gradient on any rank is not updated. Memory: y, the last gradient, and two
+    vectors per neighbour.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "gradient_tracking", topology="ring")
@@ -45,8 +44,6 @@ class GradientTracking(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of gradient_tracking."""
-
         topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
         order: Literal["before", "after"] = Field("before", description="average before the local step, or after it")
 

@@ -46,8 +46,6 @@ class Hardsync(GradientStrategy):
     """
 
     class Config(GradientStrategy.Config):
-        """Options of hardsync."""
-
         fan_in: FanIn = None
 
     contract = replace(GradientStrategy.contract, averages="gradients", synchronizes="every step")

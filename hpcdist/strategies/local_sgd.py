@@ -33,9 +33,8 @@ class LocalSGD(Periodic):
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "local_sgd", period=16)
 
-    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters; averaging SGD's momentum doubles
-    these bytes, and Adam's state triples them. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16
-    bytes compares settings. Memory per rank: one parameter vector, with `overlap` three.
+    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters; averaging SGD's momentum doubles these bytes, and
+    Adam's state triples them. Memory per rank: one parameter vector, with `overlap` three.
 
     Reference: Sebastian U. Stich, "Local SGD converges fast and communicates little", 2019; Jian Zhang, Christopher
     De Sa, Ioannis Mitliagkas, Christopher Ré, "Parallel SGD: when does averaging help?", 2016; Tao Lin, Sebastian U.
@@ -45,8 +44,6 @@ class LocalSGD(Periodic):
     """
 
     class Config(OverlapConfig):
-        """Options of local_sgd."""
-
         warmup_steps: int = Field(0, ge=0, description="number of first steps that all end with an average")
         node_period: int | None = Field(
             None, ge=1, description="steps between averages inside each node, fewer than period; none: no such averages"
@@ -54,16 +51,12 @@ class LocalSGD(Periodic):
         average_optimizer_state: bool = Field(False, description="also average the optimiser's moments")
 
         @model_validator(mode="after")
-        def _nodes_average_more_often(self) -> Self:
+        def _goes_together(self) -> Self:
             if self.node_period is not None and self.node_period >= self.period:
                 raise ValueError(
                     f"strategy.node_period must be less than strategy.period, {self.period}; got {self.node_period}. "
                     "Average inside nodes more often than across, or leave node_period out."
                 )
-            return self
-
-        @model_validator(mode="after")
-        def _no_overlapped_state(self) -> Self:
             # A mean merged one step late, v + (mean − v one step ago), may yield a negative mean square.
             if self.overlap and self.average_optimizer_state:
                 raise ValueError(
@@ -83,7 +76,7 @@ class LocalSGD(Periodic):
         self._node_mean: collectives.AllReduce | None = None  # this rank's node
         if config.node_period is not None:
             node = self.opened(comm.split(comm.nodes[comm.rank]))
-            self.records.count(node)
+            self.records.channels.append(node)
             self._node_mean = self.opened(collectives.load(config.algorithm)(node))
         self._moments = Moments(comm, model)
         self.state.after_load(self._moments.reset)

@@ -11,8 +11,7 @@ from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config.settings import Named
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.topology import make_topology
 
@@ -43,8 +42,6 @@ class NoLoCo(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of noloco."""
-
         period: int = Field(50, ge=1, description="H: inner steps to one exchange")
         group: int = Field(2, ge=2, description="ranks in a group; must divide the number of ranks")
         outer_lr: float = Field(0.7, gt=0, description="ν: weight of a group's mean change in an outer step")

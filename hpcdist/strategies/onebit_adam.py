@@ -7,8 +7,7 @@ from typing import Any, final
 from pydantic import Field
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.compress import spans
-from hpcdist.compress.coding.two_way import TwoWayMean
+from hpcdist.compress import TwoWayMean, spans
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.synchronous.adam import AdamStep, zero_untrained
 
@@ -42,8 +41,6 @@ class OneBitAdam(AdamStep):
     """
 
     class Config(AdamStep.Config):
-        """Options of onebit_adam."""
-
         warmup_steps: int = Field(1000, ge=1, description="T: steps of Adam before v is frozen")
 
     config: Config

@@ -40,10 +40,8 @@ class ParameterServer(GradientStrategy):
     2012 (Downpour SGD with n_fetch = n_push = 1).
     """
 
-    class Config(StaleConfig):
-        """Options of parameter_server."""
-
-    config: Config
+    Config = StaleConfig
+    config: StaleConfig
 
     def policy(self) -> AsynchronousPolicy:
         return AsynchronousPolicy(self.config, len(self.roles.workers))

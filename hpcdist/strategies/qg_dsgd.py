@@ -12,8 +12,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import Mixing, conserving, rates
 
 
@@ -31,8 +30,8 @@ class QGDSGD(Strategy):
     W must be doubly stochastic; it may be directed, and change between steps. On one rank SGD runs with its usual
     momentum.
 
-    Bytes per rank and step: one parameter vector to each neighbour. At synchronizations 1, 2, 4, 8... and each 64th an
-    all-reduce of 16 bytes compares settings. Memory: m̂, x before the step, and one vector per neighbour.
+    Bytes per rank and step: one parameter vector to each neighbour. Memory: m̂, x before the step, and one vector per
+    neighbour.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "qg_dsgd", topology="ring")
@@ -42,8 +41,6 @@ class QGDSGD(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of qg_dsgd."""
-
         topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
         memory: float = Field(0.9, ge=0, lt=1, description="μ: part of the momentum that a step keeps")
 

@@ -16,23 +16,14 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Flats, first
-from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsSettings
+from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsConfig
 from hpcdist.strategies.lbfgs.coordinator import COORDINATOR, Coordinator, PortionWorker, assign_lbfgs
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.strategies.lbfgs.vectors import FIELDS, MAX_OPERATIONS, RETURNING, HistoryShard, RemoteVectors, SharedPoint
-from hpcdist.strategies.server.channel import (
-    CHECK_S,
-    GRADIENT,
-    PAUSE,
-    Reply,
-    RequestChannel,
-    ServerRequest,
-    require_alive,
-)
+from hpcdist.strategies.server.channel import CHECK_S, GRADIENT, PAUSE, Reply, RequestChannel, ServerRequest
 from hpcdist.strategies.server.placement import Roles, Shard, broadcast_shards
 
 OPERATIONS, ASK = 6, 7  # kinds of requests, beside those of servers: to a shard, and to the coordinator
@@ -80,22 +71,16 @@ class Sandblaster(Strategy):
     Nocedal, Martin Takáč, "A multi-batch L-BFGS method for machine learning", 2016.
     """
 
-    class Config(Strategy.Config):
-        """Options of sandblaster."""
-
+    class Config(LbfgsConfig):
         servers: int = Field(1, ge=1, description="ranks that hold shards of the vectors, besides the coordinator")
-        history: int = Field(10, ge=1, description="number of pairs (s, y) in the history of L-BFGS")
         portions: int = Field(4, ge=1, description="portions of a batch for each worker")
         overlap: float = Field(
             0.0, ge=0, le=0.5,
             description="part of a batch that the next batch repeats, to compute y; 0: compute y on the whole batch",
         )  # fmt: skip
-        c1: float = Field(1e-4, gt=0, lt=0.5, description="c1 of the strong Wolfe conditions: sufficient decrease")
-        c2: float = Field(0.9, gt=0, lt=1, description="c2 of the strong Wolfe conditions: curvature")
         seed: int = Field(
             0, ge=0, description="seed of dropout and other random layers, the same in all evaluations of a step"
         )
-        max_evaluations: int = Field(20, ge=2, description="evaluations of the loss in one line search")
 
         @model_validator(mode="after")
         def _searches(self) -> Self:
@@ -148,7 +133,9 @@ class Sandblaster(Strategy):
             state.parameters = lambda: Flats(shard.of(model.params), shard.ranges)
         if self.coordinates:
             vectors = RemoteVectors(self._operate)
-            coordinator = Coordinator(Lbfgs(self._settings(), vectors), vectors, portions, self._report)
+            precision = max((torch.finfo(flat.dtype).eps for flat in model.params), default=0.0)
+            lbfgs = Lbfgs(config, vectors, self.gradients.clip_norm or 1.0, resolution=4 * precision)
+            coordinator = Coordinator(lbfgs, vectors, portions, self._report)
             self.state.custom("lbfgs", coordinator.state_dict, coordinator.load_state_dict, lambda: None, reshard=first)
             self.coordinator = coordinator
             self._warn_of_unused()
@@ -179,14 +166,6 @@ class Sandblaster(Strategy):
             self.comm, asking, {COORDINATOR: Shard(())}, [], names=0, clocks=0, values=NUMBERS, replies=results
         )
         return sums, self.opened(work)
-
-    def _settings(self) -> LbfgsSettings:
-        config = self.config
-        precision = max((torch.finfo(flat.dtype).eps for flat in self.model.params), default=0.0)
-        return LbfgsSettings(
-            config.history, config.c1, config.c2, config.max_evaluations,
-            first_length=self.gradients.clip_norm or 1.0, resolution=4 * precision, skips=config.on_nonfinite == "skip",
-        )  # fmt: skip
 
     def _warn_of_unused(self) -> None:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
@@ -294,7 +273,7 @@ class Sandblaster(Strategy):
             patience_s = CHECK_S if patience_s is None else min(patience_s, CHECK_S)
         request = channel.inbox.next(patience_s)
         if request is None:
-            require_alive(self.comm, self.config.needed(self.comm.size))
+            channel.require_alive()
         return request
 
     def _forget_dead(self) -> None:
@@ -342,7 +321,6 @@ class Sandblaster(Strategy):
         else:
             self.records.report(self.steps, Outcome(self.coordinator.clock if self.coordinates else 0, event=event))
 
-    # --- common ---------------------------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Return the shards' parameters, and the buffers averaged over the workers."""
         params = [flat.clone() for flat in self.model.params]

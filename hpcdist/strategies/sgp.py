@@ -12,8 +12,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config.settings import Named
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Flats
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.strategies.decentralised.peers import Wire, WireConfig
@@ -32,9 +31,9 @@ class SGP(Strategy):
     With `overlap` messages are sent while the next gradient is computed, and added one step later: x ← Px − η g(z),
     with z from before the step. A change of parameters between steps must then be part of the optimiser's step.
 
-    Bytes per rank and step: one parameter vector to each destination, half with fp16 or bf16, and 8 bytes for w. At
-    synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares settings. Memory: one parameter
-    vector per source, and x. With `overlap` one more exchange after the last step of a run, unused.
+    Bytes per rank and step: one parameter vector to each destination, half with fp16 or bf16, and 8 bytes for w.
+    Memory: one parameter vector per source, and x. With `overlap` one more exchange after the last step of a run,
+    unused.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "sgp", topology="one_peer_exponential", overlap=True)
@@ -44,8 +43,6 @@ class SGP(Strategy):
     """
 
     class Config(WireConfig):
-        """Options of sgp."""
-
         topology: Named = Field(
             Named(name="one_peer_exponential"), description="directed graph of messages, see `hpcdist topology`"
         )

@@ -15,8 +15,7 @@ from hpcdist.comm.transfer import WIDE
 from hpcdist.config.settings import Named
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import Moments, required
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import rates
 from hpcdist.strategies.dpsgd import DPSGD
 from hpcdist.strategies.sgp import SGP
@@ -44,8 +43,8 @@ class SlowMo(Periodic):
     with Nesterov. With β = 0, α = 1 it is `local_sgd`.
 
     On one rank only the optimiser runs. Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, plus the
-    base's; and 8/H for each parameter, as with `diloco`. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce
-    of 16 bytes compares settings. Memory per rank: two parameter vectors (x and u), plus the base's.
+    base's; and 8/H for each parameter, as with `diloco`. Memory per rank: two parameter vectors (x and u), plus the
+    base's.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "slowmo", period=4, slow_momentum=0.5)
@@ -56,8 +55,6 @@ class SlowMo(Periodic):
     """
 
     class Config(OverlapConfig):
-        """Options of slowmo."""
-
         period: int = Field(48, ge=1, description="H: steps to one slow step")
         base: Named = Field(
             Named(name="local"), description="base strategy in a period: local, dpsgd, sgp or sparta, with its options"
@@ -127,7 +124,6 @@ class SlowMo(Periodic):
         self.state.before_load(self.pause)  # messages in flight have old parameters
         self.state.after_load(self._moments.reset)
 
-    # --- steps ----------------------------------------------------------------------------------------------------
     @property
     def _at_end(self) -> bool:
         """Whether the current step is the last of a period."""
@@ -173,7 +169,6 @@ class SlowMo(Periodic):
         else:
             self._moments.average(optimizer, self.average)
 
-    # --- methods that the loop calls ------------------------------------------------------------------------------
     def pause(self) -> None:
         if self._base is not None:
             self._base.pause()

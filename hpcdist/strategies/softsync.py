@@ -53,8 +53,6 @@ class Softsync(GradientStrategy):
     """
 
     class Config(StaleConfig):
-        """Options of softsync."""
-
         splits: int = Field(1, ge=1, description="n: the server updates after every ⌊workers/n⌋ gradients")
         fan_in: FanIn = None
 
@@ -86,7 +84,7 @@ class Softsync(GradientStrategy):
 
     def policy(self) -> SoftsyncPolicy:
         quota = self.config.quota(len(self.roles.workers))
-        if self.config.fan_in is not None and self.placement.aggregates:
+        if self.config.fan_in is not None and self.replica.aggregates:
             quota = _group(quota, self.config.fan_in, self.roles.height(self.comm.rank))
         return SoftsyncPolicy(self.config, quota)
 

@@ -43,9 +43,8 @@ class SparseLoCo(Periodic):
     keeps the state of its local optimiser. On one rank only the local optimiser runs.
 
     Bytes per rank and exchange: (p − 1)·m for a message of m bytes, about n/200 for n bytes of float32 parameters with
-    the defaults. That is less than an all-reduce of all parameters up to about 400 ranks. At synchronizations 1, 2, 4,
-    8... and each 64th an all-reduce of 16 bytes compares settings. Memory per rank: two parameter vectors (x and
-    the residual), with `overlap` four.
+    the defaults. That is less than an all-reduce of all parameters up to about 400 ranks. Memory per rank: two
+    parameter vectors (x and the residual), with `overlap` four.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "sparse_loco", period=4, compression="chunk_topk")
@@ -55,8 +54,6 @@ class SparseLoCo(Periodic):
     """
 
     class Config(OverlapConfig):
-        """Options of sparse_loco."""
-
         period: int = Field(30, ge=1, description="H: local steps to one exchange")
         outer_lr: float = Field(1.0, gt=0, description="step of the common parameters along the mean of the messages")
         combine: Literal["ranks", "senders"] = Field(

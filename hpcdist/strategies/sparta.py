@@ -13,8 +13,7 @@ from torch import Tensor
 from hpcdist.collectives.calls import Work
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 
 
 class Part(NamedTuple):
@@ -41,9 +40,8 @@ class SPARTA(Strategy):
     1/`share` steps; evaluations use their mean. With `share` = 1 this is `local_sgd` with period 1, to rounding.
     `slowmo` with this base adds a slow outer step. On one rank only the optimiser runs.
 
-    Bytes per rank and step: 2·share·n(p − 1)/p for n bytes of parameters. At synchronizations 1, 2, 4, 8... and each
-    64th an all-reduce of 16 bytes compares settings. Memory: a part, twice, for each step of the delay; with shuffled
-    and partition an index of 8 bytes for each element.
+    Bytes per rank and step: 2·share·n(p − 1)/p for n bytes of parameters. Memory: a part, twice, for each step of the
+    delay; with shuffled and partition an index of 8 bytes for each element.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "sparta", share=0.1)
@@ -54,8 +52,6 @@ class SPARTA(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of sparta."""
-
         share: float = Field(0.005, ge=0, le=1, description="part of the parameters that a step averages")
         selection: Literal["random", "shuffled", "partition"] = Field(
             "random", description="sample elements in each step, or slices of one random order, or of one per round"
@@ -122,7 +118,6 @@ class SPARTA(Strategy):
                     flat.index_select(0, other_part.indices[number]).sub_(old).add_(other_part.sent[number])
                 )
 
-    # --- selection of elements ------------------------------------------------------------------------------------
     def _indices(self, step: int) -> list[Tensor]:
         return [index.to(flat.device) for index, flat in zip(self._select(step), self.model.params, strict=True)]
 
@@ -145,7 +140,6 @@ class SPARTA(Strategy):
         part = step % slices
         return [order[len(order) * part // slices : len(order) * (part + 1) // slices] for order in self._orders]
 
-    # --- state ----------------------------------------------------------------------------------------------------
     def _save_parts(self) -> list[list[Any]]:
         return [[step, list(part.sent), part.values] for step, part in self._parts.items()]
 

@@ -81,12 +81,10 @@ class SSP(GradientStrategy):
     """
 
     class Config(GradientStrategy.Config):
-        """Options of ssp."""
-
         bound: int = Field(3, ge=0, description="s: number of steps that a worker may be ahead of the slowest worker")
 
     config: Config
     contract = replace(GradientStrategy.contract, averages="gradients")
 
     def policy(self) -> SSPPolicy:
-        return SSPPolicy(self.config.bound, self.placement.children)
+        return SSPPolicy(self.config.bound, self.replica.children)

@@ -42,10 +42,9 @@ class StreamingDiLoCo(Periodic):
     step. On one rank only the inner optimiser runs. A blend with α < 1 discards a part of the last steps.
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, as with `diloco`, and at most one fragment's in
-    one step. With `compression` = e3m0, (p − 1)(n/8 + 4F)/H: each rank sends its codes to every other rank; and 8/H
-    for each parameter, as with `diloco`. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes
-    compares settings. Memory per rank: four parameter vectors (x, its momentum, the means, δᵢ; three with blend and
-    delayed).
+    one step. With `compression` = e3m0, (p − 1)(n/8 + 4F)/H: each rank sends its codes to every other rank; and 8/H for
+    each parameter, as with `diloco`. Memory per rank: four parameter vectors (x, its momentum, the means, δᵢ; three
+    with blend and delayed).
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "streaming_diloco", period=4, fragment_layers=None, delay=1)
@@ -57,8 +56,6 @@ class StreamingDiLoCo(Periodic):
     """
 
     class Config(Periodic.Config):
-        """Options of streaming_diloco."""
-
         period: int = Field(100, ge=1, description="H: steps in which each fragment is exchanged once")
         fragment_layers: int | None = Field(
             3, ge=1, description="layers in a fragment; none: all parameters are one fragment"
@@ -169,15 +166,13 @@ class StreamingDiLoCo(Periodic):
             mean.copy_(local)
             local.copy_(x)
 
-    # --- state ----------------------------------------------------------------------------------------------------
     def declare_compressed(self, of_fragments: Sequence[Reduction]) -> None:
         compressors = [[feedback.compressor for feedback in reduction.feedbacks] for reduction in of_fragments]
         for reduction in of_fragments:
             self.state.scratch([*reduction.working, *(feedback.residual for feedback in reduction.feedbacks)])
 
         def residuals() -> list[Tensor]:
-            dtypes = [torch.float64 if x.dtype == torch.float64 else torch.float32 for x in self.common]
-            flats = [torch.zeros(len(x), dtype=dtype) for x, dtype in zip(self.common, dtypes, strict=True)]
+            flats = [torch.zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32)) for x in self.common]
             for fragment, reduction in zip(self.fragments, of_fragments, strict=True):
                 fragment.put([feedback.residual for feedback in reduction.feedbacks], flats)
             return flats

@@ -19,10 +19,9 @@ from hpcdist.compress.coding.reduction import join_messages, split_message
 from hpcdist.config.settings import Named
 from hpcdist.errors import RankFailedError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.state import copy_all
-from hpcdist.strategies.decentralised.peers import Peers, PeersConfig
+from hpcdist.strategies.decentralised.peers import Peers
 from hpcdist.topology import Topology, load, make_topology
 
 _CODED, _WHOLE, _END = 1, 2, 3  # tags; the last message of a period is empty
@@ -80,9 +79,7 @@ class Strom(Strategy):
     Reference: Nikko Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015.
     """
 
-    class Config(PeersConfig):
-        """Options of strom."""
-
+    class Config(Strategy.Config):
         compression: Updates = Field(Updates(), description="how updates are compressed")
         topology: Named = Field(Named(name="complete"), description="graph of messages, see `hpcdist topology`")
         add_up: bool = Field(False, description="add the updates of all ranks; false averages them")
@@ -113,7 +110,10 @@ class Strom(Strategy):
         if self._sends_to_all:  # resharding keeps the sum of all residuals
             self.state.feedbacks("link", [item for link in self._links for item in link.feedbacks], "divide")
         else:  # another number of ranks has other links
-            self.state.custom("links", self._save_links, self._load_links, lambda: None)
+            self.state.custom(
+                "links", lambda: [[feedback.state_dict() for feedback in link.feedbacks] for link in self._links],
+                self._load_links, lambda: None,
+            )  # fmt: skip
 
     def _make_links(self) -> list[_Link]:
         comm, alive, choice = self.comm, self.comm.failures.alive, self.config.compression
@@ -124,7 +124,6 @@ class Strom(Strategy):
             groups = [[peer] for peer in tree[comm.rank]]
         return [_Link(peers, choice.feedbacks(comm, self.model.params, spans(self.model))) for peers in groups]
 
-    # --- a step ---------------------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
         if not self._links:
             return self.gradients.step_alone(update)
@@ -163,7 +162,6 @@ class Strom(Strategy):
         for local, old in zip(self.model.params, self._old, strict=True):
             local.add_(old)
 
-    # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
         """Start sending to surviving peers, and forget messages that have arrived or whose receiver has failed."""
         self._sending = [r for r in self._sending if self.peers.survives(r.done) and not r.done()]
@@ -231,10 +229,6 @@ class Strom(Strategy):
             for link in self._links:  # keep the residuals of a link to the same ranks, or to all ranks
                 same = (old.feedbacks for old in old_links if self._sends_to_all or old.peers == link.peers)
                 link.feedbacks = next(same, link.feedbacks)
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    def _save_links(self) -> list[list[dict]]:
-        return [[feedback.state_dict() for feedback in link.feedbacks] for link in self._links]
 
     def _load_links(self, saved: Sequence[Sequence[dict]]) -> None:
         for link, states in zip(self._links, saved):

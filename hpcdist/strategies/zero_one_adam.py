@@ -9,8 +9,7 @@ import torch
 from pydantic import Field
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.compress import spans
-from hpcdist.compress.coding.two_way import TwoWayMean
+from hpcdist.compress import TwoWayMean, spans
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import copy_all, zero_all
@@ -37,8 +36,7 @@ class ZeroOneAdam(AdamStep):
 
     Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p; at a compressed step and at an exchange
     1/32 of that and 8 for each parameter and rank; at the others nothing; in phase 1 32 bytes of agreement, at an
-    exchange 24 for each parameter. At synchronizations 1, 2, 4, 8... and each 64th an all-reduce of 16 bytes compares
-    settings. Memory: m, v, √v + ε, u, x, the residual, and 1/p of a second residual.
+    exchange 24 for each parameter. Memory: m, v, √v + ε, u, x, the residual, and 1/p of a second residual.
 
     Example:
         >>> adam = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -49,8 +47,6 @@ class ZeroOneAdam(AdamStep):
     """
 
     class Config(AdamStep.Config):
-        """Options of zero_one_adam."""
-
         variance_steps: int = Field(1000, ge=1, description="steps after which v is frozen, and steps are local")
         full_steps: int = Field(16, ge=1, description="κ: full steps after which their interval doubles")
         local_steps: int = Field(32_768, ge=1, description="steps after which the interval of exchanges doubles")

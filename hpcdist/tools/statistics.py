@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, variance
 from typing import TypeVar
 
-T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)  # a seed
 I = TypeVar("I", bound="Interval")  # noqa: E741
 
@@ -79,15 +78,7 @@ def geometric(values: Sequence[float]) -> Interval:
     return Interval(*map(math.exp, (logs.mean, logs.low, logs.high)))
 
 
-def first_reaching(moments: Iterable[tuple[T, float]], target: float, higher_is_better: bool) -> T | None:
-    """Return the first moment whose value reaches the target; None if none does."""
-    sign = 1 if higher_is_better else -1
-    return next((moment for moment, value in moments if sign * value >= sign * target), None)
-
-
-def effect(
-    values: Mapping[K, float], others: Mapping[K, float], confidence: float = 0.95, *, min_variance: float = 0.0
-) -> Effect:
+def effect(values: Mapping[K, float], others: Mapping[K, float], *, min_variance: float = 0.0) -> Effect:
     """Estimate the mean of values minus others: paired by seed if both have the same seeds, else by Welch's test.
 
     Args:
@@ -108,7 +99,7 @@ def effect(
         denominator = sum(part**2 / (len(group) - 1) for part, group in zip(variances, groups) if len(group) > 1)
         mean_variance = sum(variances)
         degrees = mean_variance**2 / denominator if denominator > 0 else min(map(len, groups)) - 1.0
-    low, high, p = _students(mean, mean_variance, degrees, confidence)
+    low, high, p = _students(mean, mean_variance, degrees)
     return Effect(mean, low, high, p, paired)
 
 
@@ -124,7 +115,7 @@ def _variance(values: Sequence[float], minimum: float) -> float:
     return max(variance(values), minimum) / len(values) if len(values) >= MIN_SEEDS else math.nan
 
 
-def _students(mean: float, error: float, degrees: float, confidence: float) -> tuple[float, float, float]:
+def _students(mean: float, error: float, degrees: float, confidence: float = 0.95) -> tuple[float, float, float]:
     """Return the ends of the t-interval of a mean with variance `error`, and the p-value of the hypothesis mean = 0."""
     if math.isnan(error):
         return math.nan, math.nan, math.nan

@@ -14,7 +14,7 @@ from hpcdist.config.optimizer import rescale
 from hpcdist.session import state as states
 from hpcdist.session.resharding import SavedState, SavedWorld
 from hpcdist.session.world import current
-from hpcdist.train.changes import all_settings, apply_changes, changes_since, rate_ratio, require_state_fits
+from hpcdist.train.changes import all_settings, apply_changes, changes_since, rate_ratio
 
 _logger = logging.getLogger(__name__)
 Trainer = Any  # hpcdist.train.loop.Trainer, which imports this module
@@ -71,7 +71,7 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises:
         CheckpointError: it is damaged, or has another model, or another class of optimiser or schedule.
     """
-    session, saved = current(), SavedWorld(path, checkpoint.verify_on_all_ranks(trainer.comm, path))
+    session, saved = current(), SavedWorld(path, checkpoint.verify(path, trainer.comm))
     raise_on_all_ranks = partial(saved.raise_on_all_ranks, session)
     changed = raise_on_all_ranks(lambda: _compare(trainer, saved))
     same = saved.is_same(session, {"": (trainer.optimizer, ())})
@@ -89,7 +89,7 @@ def _compare(trainer: Trainer, saved: SavedWorld) -> Changes:
     """Return the settings that have changed since the checkpoint; raise CheckpointError if its state does not fit."""
     comm, meta = trainer.comm, saved.meta
     changed = changes_since(meta, trainer)
-    require_state_fits(changed, saved.path)
+    states.require_state_fits(changed, saved.path)
     if changed and comm.rank == comm.failures.alive[0]:
         _logger.info(f"settings have changed since {saved.path}: {describe_changes(changed)}")
     if max(saved.stages, current().stages) == 1:  # models in stages are compared by names

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from states import bits, loaded, names, state_of
 
 from harness.cases import each
-from hpcdist.checkpoint import latest, read_manifest, save, verify, verify_on_all_ranks
+from hpcdist.checkpoint import latest, read_manifest, save, verify
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CheckpointError
 from train import tiny
@@ -173,7 +173,7 @@ def test_each_file_is_checked_once_and_by_the_rank_that_reads_it(tmp_path, monke
 
     def body(comm):
         rank_of[threading.get_ident()] = comm.rank
-        return verify_on_all_ranks(comm, path)
+        return verify(path, comm)
 
     monkeypatch.setattr(module, "check_file", noted)
     assert run_virtual(body, size) == [read_manifest(path)] * size
@@ -202,7 +202,7 @@ def test_damage_is_one_error_on_all_ranks_that_names_the_files(ranks, shared_tmp
                 cut(path / "manifest.json") if damage == "manifest" else damage[0](path / f"rank-{damage[1]}")
             comm.barrier()
             with pytest.raises(CheckpointError) as caught:
-                verify_on_all_ranks(comm, path)
+                verify(path, comm)
             messages.append(str(caught.value))
         return messages
 

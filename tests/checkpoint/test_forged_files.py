@@ -12,6 +12,7 @@ import shutil
 import socket
 import struct
 import warnings
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -275,7 +276,7 @@ def test_a_file_that_is_not_regular_is_refused_at_once(saved, tmp_path, monkeypa
 
 
 def test_places_of_slices_must_be_possible():
-    given = SlicePosition("weight", (4, 2), (2, 0), (2, 2), (2, 2), (1, 3)).describe()
+    given = asdict(SlicePosition("weight", (4, 2), (2, 0), (2, 2), (2, 2), (1, 3)))
     assert SlicePosition.from_description(given).numel == 2
     wrong = ({"offset": [3, 0]}, {"span": [1, 5]}, {"span": [1]}, {"part": [1, 2]}, {"name": 3}, {"size": [-1, 2]})
     for change in wrong:

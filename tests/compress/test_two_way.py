@@ -9,7 +9,7 @@ from compress.vectors import spans_of
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.compress import CompressionConfig, Span
-from hpcdist.compress.coding.two_way import TwoWayMean
+from hpcdist.compress.coding.reduction import TwoWayMean
 from hpcdist.errors import ConfigError
 
 pytestmark = pytest.mark.computes

@@ -65,7 +65,9 @@ def main(paths: list[str]) -> None:
             if not dataset.parallel or dataset.mapped:
                 raise RuntimeError(f"{path} is not read by parallel HDF5")
             read_all(dataset, comm)
-            refused(lambda dataset=dataset: pickle.dumps(dataset), "a dataset on parallel HDF5 must stay")
+            refused(
+                lambda dataset=dataset: pickle.dumps(dataset), "a dataset on parallel HDF5 must be used in the process"
+            )
             fails_in_a_child(dataset)
         refused(lambda dataset=dataset: dataset.batch([0]), "a dataset on parallel HDF5 must be used in the process")
         with HDF5Dataset(path) as dataset:  # the same h5py, each rank by itself

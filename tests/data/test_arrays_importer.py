@@ -196,20 +196,20 @@ def of_structs(name):
 
 
 REFUSED = {
-    "x and y must be the names of arrays; got data, and there are data/images .6, 5, 3, 40. uint8; data/y .1, 40.": (
+    "x and y must be the names of arrays, or FILE:ARRAY; got data, and there are data/images .6, 5, 3, 40. uint8; ": (
         "a.mat", lambda n: savemat(n, {"data": {"images": HWCN, "y": Y}}), {"x": "data", "y": "data/y"},
     ),
-    "x and y must be the names of arrays; got s/images, and there are n .1, 1. .*$": (
+    "x and y must be the names of arrays, or FILE:ARRAY; got s/images, and there are n .1, 1. .*$": (
         "a.mat", lambda n: savemat(n, {"s": np.array([(1, 2), (3, 4)], [("images", "O"), ("y", "O")]), "n": 3.0}),
         {"x": "s/images", "y": "s/y"},
     ),
-    "x and y must be the names of arrays; got s/labels, and there are images .6, 5, 3, 40. uint8.$": (
+    "x and y must be the names of arrays, or FILE:ARRAY; got s/labels, and there are images .6, 5, 3, 40. uint8.$": (
         "a.mat", of_structs, {"x": "images", "y": "s/labels"},
     ),
-    "x and y must be the names of arrays; got pictures, and there are x .40, 6, 5, 3. uint8; y": (
+    "x and y must be the names of arrays, or FILE:ARRAY; got pictures, and there are x .40, 6, 5, 3. uint8; y": (
         "a.h5", lambda n: h5(n, x=X, y=Y), {"x": "pictures"},
     ),
-    "b.h5:x must be FILE:ARRAY, a file and its array; got b.h5, and none in /": (
+    "x and y must be the names of arrays, or FILE:ARRAY; got b.h5:x, and there are ": (
         "a.h5", lambda n: h5(n, x=X, y=Y), {"x": "b.h5:x"},
     ),
     "layout must be one letter for each dimension of x, .*; got 'NHW' for x .40, 6, 5, 3. uint8": (

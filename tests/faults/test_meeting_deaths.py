@@ -37,7 +37,7 @@ def test_a_rank_may_die_between_steps(tmp_path, name, inside, call, amid_s):
     ("name", "rank", "inside", "call"),
     [
         ("gossip_push", 0, "hpcdist.checkpoint.save.write_manifest", 1),  # leads, and all have written their parts
-        ("gossip_push", 0, "hpcdist.checkpoint.folder._prune", 1),  # has published it, and told nobody
+        ("gossip_push", 0, "hpcdist.checkpoint.folder.best_of", 1),  # has published it, and told nobody
         ("downpour", 1, "comm.calls.communicate", 8),  # in the middle of telling that all is saved
     ],
 )

@@ -12,6 +12,8 @@ import hpcdist.lightning
 from harness.cases import each
 from harness.launch import IMPORTS, launch
 from harness.pages import blocks
+from hpcdist import errors
+from hpcdist.errors import ConfigError
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "lightning.md"
@@ -156,8 +158,8 @@ def test_what_is_refused(found, case):
 
 
 def test_a_missing_package_is_told(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="lightning must be installed for HpcdistStrategy; got none"):
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="hpcdist.lightning must have the packages of the extra lightning; got no"):
         _ = hpcdist.lightning.HpcdistStrategy
 
 

@@ -13,9 +13,8 @@ from hpcdist.compress import CompressionConfig, Span
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.common.state import State
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, SUM, Reply, RequestChannel
-from hpcdist.strategies.server.codec import Codec, CodedSlots
+from hpcdist.strategies.server.codec import Codec, CodedSlots, TensorSlots
 from hpcdist.strategies.server.placement import Shard, assign, create_shards
-from hpcdist.strategies.server.slots import TensorSlots
 
 pytestmark = pytest.mark.computes
 

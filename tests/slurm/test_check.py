@@ -75,7 +75,7 @@ def test_good_jobs_have_no_findings(settings):
         ({"output": "/dev/shm/a"}, "warning: output must lie on a file system that all nodes share; got /dev/shm/a"),
         ({"strategy": "gosip"}, "error: strategy must be one of adpsgd, allreduce, "),
         ({"nodes": 1}, "warning: nodes or ranks_per_node must be more than 1 to distribute anything; got one rank."),
-        ({"shape": "parameter_server", "servers": 2}, "error: servers must leave at least one rank as a worker; got 2"),
+        ({"shape": "parameter_server", "servers": 2, "servers_on": "one_per_node"}, "error: strategy.servers must "),
         ({"shape": "parameter_server", "ranks_per_node": 4, "servers": 3, "servers_on": "one_per_node"},
          "warning: servers must be at most nodes, 2, to have one each; got 3."),
         ({"shape": "parameter_server", "ranks_per_node": 2, "servers": 3},

@@ -104,7 +104,7 @@ def watched(cls, note):
     class Watched(cls):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            if self.placement.children:
+            if self.replica.children:
                 self._receive, self.server.receive = self.server.receive, self._note
 
         def _note(self, request):

@@ -196,7 +196,7 @@ def test_no_read_is_torn(ranks, servers):
             module.weight.grad = torch.zeros_like(module.weight)
 
         def look(step):
-            parts = [part for shard in strategy.placement.shards.values() for part in shard.of(strategy.model.params)]
+            parts = [part for shard in strategy.replica.shards.values() for part in shard.of(strategy.model.params)]
             whole.extend(bool((part == part[:1]).all()) for part in parts)
 
         params = strategy.model.params[0]

@@ -29,7 +29,7 @@ def _noting():
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            if self.placement.children:
+            if self.replica.children:
                 self._deal, self.server._deal = self.server._deal, self._note
 
         def _note(self, request):
@@ -70,7 +70,7 @@ def test_the_number_of_shards_does_not_change_the_trajectory_of_one_worker(rule,
 # --- half precision ---------------------------------------------------------------------------------------------------
 def _masters(again, strategy):
     """What both have on this server, pair by pair; nothing where this rank doesn't serve."""
-    return zip(again.server.master(), strategy.server.master(), strict=True) if strategy.placement.children else ()
+    return zip(again.server.master(), strategy.server.master(), strict=True) if strategy.replica.children else ()
 
 
 HALF = each("dtype", [torch.float16, torch.bfloat16])
@@ -195,7 +195,7 @@ def test_a_fetch_brings_a_colocated_worker_its_own_shard_too(ranks):
     def body(comm):
         module = torch.nn.Linear(7, 3)
         strategy = problem.make(comm, NAME, module, servers="colocated")
-        local, own = torch.optim.SGD(module.parameters(), lr=0.3), strategy.placement.shard.of(strategy.model.params)
+        local, own = torch.optim.SGD(module.parameters(), lr=0.3), strategy.replica.shard.of(strategy.model.params)
         found = []
         for _ in range(3):
             module(torch.full((2, 7), comm.rank + 1.0)).square().sum().backward()

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from harness.cases import each
-from hpcdist.strategies.lbfgs.algorithm import CurvaturePairs, Lbfgs, LbfgsSettings
+from hpcdist.strategies.common.state import copy_all
+from hpcdist.strategies.lbfgs.algorithm import CurvaturePairs, Lbfgs, LbfgsConfig
 from hpcdist.strategies.lbfgs.line_search import strong_wolfe
 from hpcdist.strategies.lbfgs.portions import JointBatch, Pace, Portions, divide
 from hpcdist.strategies.lbfgs.vectors import DIRECTION, GRADIENT, HistoryShard, LocalVectors, RemoteVectors, X
@@ -21,6 +22,11 @@ generator = torch.Generator().manual_seed(5)
 
 def vector():
     return torch.randn(D, generator=generator, dtype=torch.float64)
+
+
+class Vectors(LocalVectors):
+    def fill(self, number, parts):
+        copy_all(self[number], parts)
 
 
 # --- the two-loop recursion -------------------------------------------------------------------------------------------
@@ -43,7 +49,7 @@ def _pairs(count):
 def test_the_recursion_is_the_product_with_the_bfgs_matrix(count):
     """H ← (1 − ρsyᵀ)H(1 − ρysᵀ) + ρssᵀ for the newest 5 pairs, from γ times the identity."""
     made, gradient = _pairs(count), vector()
-    vectors = LocalVectors([torch.zeros(D, dtype=torch.float64)])
+    vectors = Vectors([torch.zeros(D, dtype=torch.float64)])
     found = _history(CurvaturePairs(vectors, 5), vectors, made, gradient)
     kept = made[-5:]
     identity = torch.eye(D, dtype=torch.float64)
@@ -57,7 +63,7 @@ def test_the_recursion_is_the_product_with_the_bfgs_matrix(count):
 def test_pairs_beyond_a_smaller_history_are_dropped_with_a_warning(caplog):
     """So is the one in the making, whose s would be missing."""
     saved = [[place, 1.0, 2.0] for place in (2, 3, 4, 0)]
-    algorithm = Lbfgs(LbfgsSettings(history=2, c1=1e-4, c2=0.9, max_evaluations=9), RemoteVectors(lambda words: []))
+    algorithm = Lbfgs(LbfgsConfig(history=2), RemoteVectors(lambda words: []))
     algorithm.load_state_dict({"pairs": saved, "known": None, "pending": 5, "spare": 5})
     state = algorithm.state_dict()
     assert (state["pairs"], state["pending"], state["spare"]) == ([saved[0], saved[3]], 0, 1)
@@ -68,13 +74,13 @@ def test_pairs_beyond_a_smaller_history_are_dropped_with_a_warning(caplog):
 def test_on_vectors_in_parts_it_is_the_same(count):
     """Operations that return nothing wait for one that does: 2m messages of dot products, and one at the end."""
     made, gradient = _pairs(3), vector()
-    whole = LocalVectors([torch.zeros(D, dtype=torch.float64)])
+    whole = Vectors([torch.zeros(D, dtype=torch.float64)])
     expected = _history(CurvaturePairs(whole, 5), whole, made, gradient)
 
     class Parts(RemoteVectors):
         def __init__(self):
             cuts = [D * i // count for i in range(count + 1)]
-            self.parts = [(a, b, LocalVectors([torch.zeros(b - a, dtype=torch.float64)])) for a, b in pairwise(cuts)]
+            self.parts = [(a, b, Vectors([torch.zeros(b - a, dtype=torch.float64)])) for a, b in pairwise(cuts)]
             self.messages = 0
             super().__init__(self.run)
 
@@ -103,7 +109,7 @@ def test_on_vectors_in_parts_it_is_the_same(count):
 
 
 def test_a_pair_without_curvature_is_left_out():
-    vectors = LocalVectors([torch.zeros(D, dtype=torch.float64)])
+    vectors = Vectors([torch.zeros(D, dtype=torch.float64)])
     pairs, s = CurvaturePairs(vectors, 2), vector()
     for y in (-s, torch.zeros_like(s), torch.full_like(s, math.nan)):
         vectors.fill(pairs.spare.s, [s])
@@ -277,7 +283,7 @@ def test_what_the_dead_had_is_handed_out_again():
 
 def test_x_is_a_vector_of_its_own():
     """Of half precision are only those that others see."""
-    vectors = LocalVectors([torch.ones(3, dtype=torch.bfloat16)])
+    vectors = Vectors([torch.ones(3, dtype=torch.bfloat16)])
     vectors.copy(X, 0)
     vectors.axpy(X, X, 1e-3)
     vectors.copy(0, X)

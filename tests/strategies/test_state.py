@@ -20,7 +20,7 @@ from hpcdist.strategies.base import Contract, Strategy
 from hpcdist.strategies.common.state import State, mean_of_ranks
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.strategies.server.channel import RequestChannel
-from hpcdist.strategies.server.slots import TensorSlots
+from hpcdist.strategies.server.codec import TensorSlots
 from strategies import problem
 
 

@@ -22,7 +22,8 @@ from harness.launch import IMPORTS, SETTINGS, SITE, launch_environment, wait_unt
 from hpcdist.config.merge import as_flags, load
 from hpcdist.errors import ConfigError, DataError, RunError
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, load_summary, record_path
-from hpcdist.tools import baselines, cli
+from hpcdist.registry import catalogue
+from hpcdist.tools import cli
 from hpcdist.tools.compare import folder, functions, run_all
 from hpcdist.tools.compare.comparison import ComparedRuns, search_within
 from hpcdist.tools.compare.experiment import Comparison, Sweep
@@ -74,7 +75,7 @@ ONE_CYCLE = ("schedule.name=OneCycleLR", "schedule.max_lr=0.1", "schedule.total_
         ({"settings": ("strategy=hardsync",)}, "--set and --config must leave strategy to --strategies"),
         ({"settings": ("seed=1",)}, "must leave seed to --seeds; got it there. Remove it."),
         ({"metric": "acuracy"}, "metric must be one of accuracy, loss; got 'acuracy'"),
-        ({"baselines": ("dpp",)}, "--baselines must be one of ddp, horovod"),
+        ({"baselines": ("dpp",)}, "baseline must be one of ddp, horovod"),
         ({"rates": {"hardsync": 0.1}}, "--rate must be one of allreduce, gossip_pull"),
         ({"rates": {"allreduce": 0.1}, "tune": 3}, "--rate must be omitted with --tune"),
         ({"settings": ONE_CYCLE, "tune": 3}, "--tune must be omitted with OneCycleLR, whose rates are not"),
@@ -114,7 +115,7 @@ def test_strategies_that_do_the_same_on_one_rank_share_its_runs(tmp_path):
 
 
 def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(baselines.load("horovod"), "why_not", staticmethod(lambda: "It is not there."))
+    monkeypatch.setattr(catalogue("baselines").load("horovod"), "why_not", staticmethod(lambda: "It is not there."))
     strategies = ("allreduce", "parameter_server:servers=3")
     found = ComparedRuns(replace(DECLARED, strategies=strategies, baselines=("horovod",), ranks=(2, 5)), tmp_path)
     assert [group.name for group in found.groups] == ["allreduce", "allreduce", "parameter_server (servers 3)"]
@@ -306,9 +307,9 @@ def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
 def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run = PlannedRun("allreduce", "strategy", 2, 0, ("budget.samples=400", "optimizer.lr=0.1"), "runs/a")
-    with run_all.display_runs("runs", 3) as shown:
+    with run_all.RunsDisplay("runs", 3) as shown:
         assert shown.lines() == []
-        shown.start(run, tmp_path)
+        shown.begin(run, tmp_path)
         assert shown.lines() == ["allreduce, 2 ranks, rate 0.1, seed 0"]
         append_evaluation(tmp_path, Evaluation(1, 0, 100, 2.0, {"accuracy": 0.5, "loss": 9.0}))
         with RecordWriter(record_path(tmp_path, 0)) as records:
@@ -320,7 +321,7 @@ def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatc
         (tmp_path / "evaluations.jsonl").write_text("half\n")
         assert len(shown.lines()) == 1
         shown.end(run, tmp_path, "an error")
-        assert shown.lines() == [] and shown._bar.tasks[0].completed == 1
+        assert shown.lines() == [] and shown.tasks[0].completed == 1
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
@@ -336,7 +337,7 @@ def test_a_run_that_fails_ends_in_its_last_lines_and_one_that_left_ends_the_comp
 
     with pytest.raises(RunError, match="(?s)exit status 4 of .*; its last lines:.*--progress', 'off'.*the reason$"):
         launched("-n").run(run, tmp_path / "run")
-    with pytest.raises(RunError, match=r"baselines.ddp', 'job.py', '--output', '[^']*', '--set', 'seed=0'\]"):
+    with pytest.raises(RunError, match=r"'train', 'job.py', '--output', .*'--baseline', 'ddp', '--set', 'seed=0'\]"):
         launched("-n").run(replace(run, name="ddp", kind="baseline"), tmp_path / "ddp")
     with pytest.raises(KeyboardInterrupt):
         launched("left").run(run, tmp_path / "run")

@@ -92,7 +92,7 @@ def test_a_data_set_is_whole_or_not_there(tmp_path, compression, n_bytes):
 
 
 def test_a_folder_that_can_not_be_locked(tmp_path):
-    with file_limit(0), pytest.raises(OSError, match="File too large"):
+    with file_limit(0), pytest.raises(ConfigError, match="--output must be a folder .*File too large"):
         with locked(tmp_path):
             pass
     with locked(tmp_path):

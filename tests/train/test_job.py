@@ -167,9 +167,15 @@ def test_a_module_without_a_file_is_no_neighbour(tmp_path, monkeypatch):
 @each(
     "case",
     [
-        ("rate", "schedule.lr_lambda must be a function as path/to/file.py:name, or a name in the job's file; got 'ra"),
-        ("none.py:rate", "schedule.lr_lambda must be a function as .*; got 'none.py:rate'"),
-        ("rates.py:rat", "schedule.lr_lambda must be a function of .*rates.py; got 'rat', which is none. Did you mean"),
+        ("rate", "schedule.lr_lambda must be path/to/file.py:function to be loaded from a file; got 'rate'."),
+        (
+            "none.py:rate",
+            "schedule.lr_lambda must be in a file that exists; got 'none.py:rate', and there is no none",
+        ),
+        (
+            "rates.py:rat",
+            "schedule.lr_lambda must be defined in rates.py, which has rate; got 'rat'. Did you mean",
+        ),
         ("rates.py:number", "schedule.lr_lambda must be a function of .*rates.py; got 'number', which is none."),
     ],
 )

@@ -97,7 +97,7 @@ def test_without_locks_of_the_file_system_a_holder_of_this_host_is_seen(monkeypa
 
 def test_another_failure_to_lock_is_no_lock(monkeypatch):
     _no_locks(monkeypatch, errno.EIO)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(ConfigError, match="--output must be a folder .*Input/output error"):
         with locked(Path()):
             pass
 

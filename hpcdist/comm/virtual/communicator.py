@@ -11,22 +11,11 @@ from torch import Tensor
 
 from hpcdist.comm.capabilities import Failures, Platform, Trace
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.transfer import (
-    ANY,
-    Envelope,
-    Request,
-    Traffic,
-    addable,
-    check_flat,
-    check_rank,
-    check_source_and_tag,
-    check_tag,
-)
-from hpcdist.comm.virtual.collectives import children, sum_in_rank_order
+from hpcdist.comm.transfer import Envelope, Request, Traffic, addable, check_flat
 from hpcdist.comm.virtual.compute import at_least_0, require
-from hpcdist.comm.virtual.group import Group, Member, Message, Receive
+from hpcdist.comm.virtual.group import Group, Member, Message, Receive, children, sum_in_rank_order
 from hpcdist.comm.virtual.queue import VirtualQueue
-from hpcdist.comm.virtual.window import VirtualMemory, VirtualRankMemory
+from hpcdist.comm.virtual.window import VirtualMemory, VirtualRankMemory, VirtualWindow
 from hpcdist.comm.window import Put, Window
 from hpcdist.errors import CommunicationError
 
@@ -52,11 +41,8 @@ class VirtualCommunicator(Communicator):
         self.clock, self._traffic = self._member.clock, self.trace.traffic
 
     # --- point to point -------------------------------------------------------------------------------------------
-    def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
+    def _isend(self, tensor: Tensor, dest: int, tag: int) -> Request:
         self._member.enter()
-        check_flat(tensor)
-        check_rank(dest, self.size, "dest")
-        check_tag(tag)
         path = self._member.path_to(dest)
         duration_s = path.duration_s(tensor.nbytes)
         start_s, end_s = path.out.reserve(self.clock.now_s, duration_s)
@@ -65,15 +51,12 @@ class VirtualCommunicator(Communicator):
         self._traffic.sent(tensor.nbytes)
         return SendRequest(self._member, end_s)
 
-    def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
+    def _irecv(self, tensor: Tensor, source: int, tag: int) -> Request:
         self._member.enter()
-        check_source_and_tag(source, tag, self.size)
-        check_flat(tensor)
         return ReceiveRequest(self._member, tensor, source, tag)
 
-    def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
+    def _probe(self, source: int, tag: int, block: bool) -> Envelope | None:
         self._member.enter(polling=not block)
-        check_source_and_tag(source, tag, self.size)
         arrivals, awaited = self._member.arrivals, self._member.describe(source, tag)
         with self._member.counted("waiting_s"):
             if arrivals.find(source, tag) is not None:
@@ -99,10 +82,8 @@ class VirtualCommunicator(Communicator):
         local.copy_(self._member.synchronize(f"allreduce of {_shape(tensor)}", local, conclude, "communicating_s"))
         self._traffic.sent(hops * local.nbytes // self.size, hops)
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
         """Collective. Copy root's `tensor` to all ranks, with the time of a binomial tree."""
-        check_flat(tensor)
-        check_rank(root, self.size, "root")
         local = tensor.detach()
 
         def conclude(tensors: list[Tensor]) -> tuple[list, float]:
@@ -144,8 +125,10 @@ class VirtualCommunicator(Communicator):
         group, rank = result
         return VirtualCommunicator(group, rank, self.failures.deadline_s, traffic)
 
-    def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
-        return self.memory.window(count, dtype)
+    def _window(self, count: int, dtype: torch.dtype) -> Window:
+        with torch.inference_mode(False):  # ranks in other modes may write it
+            local = torch.zeros(count, dtype=dtype)
+        return VirtualWindow(self._member, local, self.memory.expose(f"window of {dtype}", local))
 
     def put_all(self, puts: Iterable[Put]) -> None:
         self._member.enter()

@@ -26,7 +26,7 @@ from hpcdist.comm.transfer import addable, check_flat
 from hpcdist.comm.virtual.clock import VirtualRank
 from hpcdist.comm.virtual.group import Member
 from hpcdist.comm.virtual.network import Path
-from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count
+from hpcdist.comm.window import Memory, Predicate, Window, atomic
 
 
 class Exposed:
@@ -198,7 +198,7 @@ class VirtualAttached(VirtualMemory):
 
 
 class VirtualRankMemory(RankMemory):
-    """The `RankMemory` of virtual ranks, which also creates their windows."""
+    """The `RankMemory` of virtual ranks."""
 
     can_attach = True
 
@@ -206,18 +206,12 @@ class VirtualRankMemory(RankMemory):
         super().__init__(member.rank, nodes)
         self._member = member
 
-    def window(self, count: int, dtype: torch.dtype) -> Window:
-        check_count(count)
-        with torch.inference_mode(False):  # ranks in other modes may write it
-            local = torch.zeros(count, dtype=dtype)
-        return VirtualWindow(self._member, local, self._expose(f"window of {dtype}", local))
-
     def attach(self, tensor: Tensor) -> Memory:
         check_flat(tensor)
-        exposed = self._expose(f"attach of {tensor.numel()} x {tensor.dtype}", tensor)
+        exposed = self.expose(f"attach of {tensor.numel()} x {tensor.dtype}", tensor)
         return VirtualAttached(self._member, tensor, exposed)
 
-    def _expose(self, call: str, local: Tensor) -> list[Exposed]:
+    def expose(self, call: str, local: Tensor) -> list[Exposed]:
         """Collective. Return the memories of all ranks: this one's is `local`. `call` describes the call."""
         group = self._member.group
 

@@ -37,10 +37,6 @@ def random_splits(
     """Draw the samples for training and for testing, and return their sorted indices as "train" and "test".
 
     With labels, each class has the same fraction of test samples. Without test samples there is no "test".
-
-    Raises:
-        ConfigError: test_fraction is not in [0, 1).
-        DataError: there are too few samples, or too few of a class, to have some in both splits.
     """
     if not 0 <= test_fraction < 1:
         raise ConfigError(f"test_fraction must be at least 0 and below 1; got {test_fraction}.")
@@ -65,15 +61,8 @@ def as_targets(
     """Return each split's targets, and the classes' names: int64 labels, or without names the targets of a regression.
 
     Labels are integers or words, one for each sample, or integers in rows of a single 1 among zeros; with task
-    "classification" also whole numbers of a floating-point type.
-
-    Args:
-        where: the source of the targets, for messages.
-        splits: the stored targets of each split.
-        classes: names in the order of the labels; words are numbered in this order.
-
-    Raises:
-        ConfigError: the task is missing, unknown, or does not suit the targets; or `classes` are not those found.
+    "classification" also whole numbers of a floating-point type. `where` is the targets' source, for messages;
+    `classes` are names in the order of the labels.
     """
     if task and task not in TASKS:
         raise ConfigError(f"task must be one of {', '.join(TASKS)}; got {task!r}.")

@@ -28,19 +28,13 @@ PIXELS = ("uint16", "uint8")  # the first of images only: others may be tokens
 
 @dataclass(frozen=True)
 class NamedArray:
-    """An array of a file, with the dimensions that the file's own tools show.
-
-    Args:
-        stored: NumPy's or h5py's.
-        field: of a compound type.
-        reverse: the dimensions are stored in reverse order, as MATLAB does.
-    """
+    """An array of a file, or the `field` of a compound type, with the dimensions that the file's own tools show."""
 
     path: Path
     name: str
     stored: Any
     field: str | None = None
-    reverse: bool = False
+    reverse: bool = False  # the dimensions are stored in reverse order, as MATLAB does
 
     @property
     def _dtype(self) -> np.dtype:
@@ -164,12 +158,7 @@ def _axes(layout: str, x: NamedArray) -> list[int]:
 def _blocks(
     x: NamedArray, axes: Sequence[int], own: np.ndarray, longest: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the samples of the indices `own` (ascending) in blocks, each with its indices.
-
-    Args:
-        axes: as from `_axes`.
-        longest: length to which samples are padded; 0: they have one shape.
-    """
+    """Yield blocks of the samples `own` (ascending), padded to `longest` unless that is 0, each with its indices."""
     count = x.shape[axes[0]]
     block_size = max(1, BLOCK_BYTES * count // max(1, math.prod(x.shape) * x.dtype.itemsize * max(1, longest)))
     for start in range(0, count, block_size):
@@ -206,10 +195,6 @@ def _pairs(source: Path, x: str, y: str, stack: ExitStack) -> dict[str, tuple[Na
             files[path] = {found.name.lower(): found for found in _arrays(path, stack)}
         return files[path].get(array.strip("/").lower())
 
-    for name in (x, y):
-        file = name.rpartition(":")[0]
-        if file and not Path(file).exists():
-            raise ConfigError(f"{name} must be FILE:ARRAY, a file and its array; got {file}, and none in {Path.cwd()}.")
     for pattern in TRAIN:
         names = [pattern.format(name) if ":" not in name else name for name in (x, y)]
         train_arrays = [find(name) for name in names]
@@ -218,7 +203,9 @@ def _pairs(source: Path, x: str, y: str, stack: ExitStack) -> dict[str, tuple[Na
     else:
         missing = next(name for name, found in zip((x, y), train_arrays, strict=True) if found is None)
         known = "; ".join(str(array) for path in files.values() for array in path.values())
-        raise ConfigError(f"x and y must be the names of arrays; got {missing}, and there are {known or 'none'}.")
+        raise ConfigError(
+            f"x and y must be the names of arrays, or FILE:ARRAY; got {missing}, and there are {known or 'none'}."
+        )
     pairs = {"train": (train_arrays[0], train_arrays[1])}
     for other in TESTS if all("train" in name.lower() for name in names) else ():
         test_arrays = [find(name.lower().replace("train", other) if ":" not in name else name.replace("train", other))

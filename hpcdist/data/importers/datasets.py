@@ -98,11 +98,9 @@ def convert(
 
 
 def _splits(source: str, cache: str, x: Sequence[str]) -> dict[str, Any]:
-    """Load a data set's splits by name, with undecoded images, and nested columns flattened.
+    """Load a data set's splits by name, with undecoded images, also in columns `x` of bytes, and nested columns flat.
 
     Without a split "test" the one for validation gets this name.
-
-    Columns in `x` of bytes, or of structs of bytes and a path, are treated as images, too.
     """
     import datasets  # takes seconds
 

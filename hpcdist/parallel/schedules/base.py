@@ -8,8 +8,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from hpcdist.errors import ConfigError
 
-Kind: TypeAlias = Literal["F", "B", "I", "W"]
-
 
 class Operation(NamedTuple):
     """An operation of a stage on a micro-batch.
@@ -19,7 +17,7 @@ class Operation(NamedTuple):
     in all.
     """
 
-    kind: Kind
+    kind: Literal["F", "B", "I", "W"]
     stage: int
     micro_batch: int
 
@@ -149,11 +147,7 @@ def _arrival(
     ranks: int,
     transfer_s: Callable[[Operation], float],
 ) -> float | None:
-    """Return when the results that an operation needs are on its rank; None if one is not computed yet.
-
-    Args:
-        ends: the ends of operations so far.
-    """
+    """Return when the results that an operation needs are on its rank, by the `ends` of others; None: not yet known."""
     latest = 0.0
     for group in operation.needs(stages):
         finished = [needed for needed in group if needed in ends]

@@ -17,6 +17,17 @@ from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
 
 
+class AroundLoader:
+    """An object around a `_loader`, from which it has attributes such as `dataset`, `batch_size` or `sampler`."""
+
+    _loader: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
 class _BatchPickler(pickle.Pickler):
     """Pickles a batch to record its tensors' shapes; with `sums` also the contents, of torch's tensors as checksums."""
 

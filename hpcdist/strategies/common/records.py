@@ -46,10 +46,6 @@ class Recorder:
         self.channels = [comm]
         self._since, self._before = comm.now(), Traffic()
 
-    def count(self, channel: Communicator) -> None:
-        """Count the traffic of another communicator of the strategy, too."""
-        self.channels.append(channel)
-
     def traffic(self) -> Traffic:
         """Return the strategy's total traffic on this rank so far."""
         return sum((channel.trace.traffic for channel in self.channels), Traffic())
@@ -65,11 +61,8 @@ class Recorder:
         self._since, self._before = now, traffic
         if events := self.events():
             outcome = replace(outcome, event="; ".join([*filter(None, [outcome.event]), *events]))
-        return StepRecord(
-            step=step, clock=outcome.clock, staleness=outcome.staleness, event=outcome.event, dropped=outcome.dropped,
-            waited_for=outcome.waited_for, computing_s=max(0.0, passed_s - spent.communicating_s - spent.waiting_s),
-            **vars(spent),
-        )  # fmt: skip
+        computing_s = max(0.0, passed_s - spent.communicating_s - spent.waiting_s)
+        return StepRecord(step=step, computing_s=computing_s, **vars(outcome), **vars(spent))
 
     def report_events(self, step: int) -> None:
         """Write a record of pending events, if there are any."""

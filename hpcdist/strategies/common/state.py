@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.compress import Feedback, Reduction
-from hpcdist.compress.coding.two_way import TwoWayMean
+from hpcdist.compress import Feedback, Reduction, TwoWayMean
 from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.model.flat import FlatModel
 
@@ -165,26 +164,20 @@ class State:
         )  # fmt: skip
         return make()
 
-    def by_parameter(
-        self, name: str, owner: object, attribute: str = "", *, resets: bool = False, optional: bool = False
-    ) -> dict[str, Any]:
-        """Declare an attribute of `owner`, a dict with parameter names as keys; return an empty dict, its start.
+    def by_parameter(self, name: str, owner: object, *, optional: bool = False) -> dict[str, Any]:
+        """Declare attribute `name` of `owner`, a dict with parameter names as keys; return an empty dict, its start.
 
         With another number of ranks the dicts of all saved ranks, and of all stages of a model, are merged.
         """
-        attribute = attribute or name
 
         def load(saved: Mapping[str, Any]) -> None:
             local_names = {slot.name for slot in self._model.slots}
-            setattr(owner, attribute, {key: value for key, value in saved.items() if key in local_names})
+            setattr(owner, name, {key: value for key, value in saved.items() if key in local_names})
 
         def joined(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             return {key: value for of_rank in saved for key, value in of_rank.items()}
 
-        def start() -> None:
-            setattr(owner, attribute, {})
-
-        self._declare(StateSpec(name, lambda: dict(getattr(owner, attribute)), load, start, joined, optional, resets))
+        self.custom(name, lambda: dict(getattr(owner, name)), load, lambda: load({}), reshard=joined, optional=optional)
         return {}
 
     def flags(self, name: str, tensor: Tensor, start: bool = True) -> Tensor:
@@ -263,11 +256,9 @@ class State:
             for number, feedback in enumerate(owned):
                 feedback.set_residual(saved[number] if saved else torch.zeros_like(feedback.residual))
 
-        self._declare(
-            StateSpec(
-                f"{name}.residual", lambda: [feedback.residual for feedback in owned], load, lambda: load(()),
-                RESHARD[reshard], optional=True, sharded=True,
-            )
+        self.custom(
+            f"{name}.residual", lambda: [feedback.residual for feedback in owned], load, lambda: load(()),
+            reshard=RESHARD[reshard], optional=True, sharded=True,
         )  # fmt: skip
         compressors = [feedback.compressor for feedback in owned]
         elementwise = compressors[0].elementwise  # attributes that are tensors like the residual
@@ -415,16 +406,12 @@ def mean_of_ranks(saved: Sequence[Tensor], *_: int) -> Tensor:
     return (mean if template.is_floating_point() else mean.round()).to(template.dtype)
 
 
-def mean_of_workers(saved: Sequence[Tensor], workers: int, ranks: int) -> Tensor:
-    """Divide the sum of all ranks' values by the number of saved workers; missing parameters count as zeros."""
-    return torch.stack(list(saved)).sum(dim=0) / workers
-
-
-def divide(saved: Sequence[Tensor], workers: int, ranks: int) -> Tensor:
-    """Divide the sum of all ranks' values by the current number of ranks; missing parameters count as zeros."""
-    return torch.stack(list(saved)).sum(dim=0) / ranks
-
-
 RESHARD: dict[str, Callable[..., Any] | None] = {
-    "start": None, "first": first, "max": max, "mean": mean_of_ranks, "worker mean": mean_of_workers, "divide": divide,
-}  # fmt: skip
+    "start": None,
+    "first": first,
+    "max": max,
+    "mean": mean_of_ranks,
+    # Missing parameters count as zeros.
+    "worker mean": lambda saved, workers, ranks: torch.stack(list(saved)).sum(dim=0) / workers,
+    "divide": lambda saved, workers, ranks: torch.stack(list(saved)).sum(dim=0) / ranks,
+}

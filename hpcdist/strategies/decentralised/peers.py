@@ -30,17 +30,14 @@ from hpcdist.strategies.common.records import Recorder
 from hpcdist.strategies.common.state import State
 
 
-class PeersConfig(Strategy.Config):
-    """Options of strategies that can continue without any rank that fails."""
-
-    def needed(self, size: int) -> tuple[int, ...]:
-        return ()
-
-
-class SamplingConfig(PeersConfig):
+class SamplingConfig(Strategy.Config):
     """Options of strategies that sample random ranks."""
 
     seed: int = Field(0, ge=0, description="seed of the random choice of peers, sampled from (seed, rank)")
+
+    def generator(self, comm: Communicator, state: State) -> torch.Generator:
+        """Create this rank's generator, which checkpoints save."""
+        return state.rng("peers", self.seed * 1_000_003 + comm.rank)
 
 
 class WireConfig(Strategy.Config):
@@ -142,9 +139,7 @@ class Gossip(Strategy):
     optimiser then steps from the averaged parameters.
     """
 
-    class Config(WireConfig, PeersConfig):
-        """Options of strategies that average parameters with random ranks."""
-
+    class Config(WireConfig):
         interval: int = Field(1, ge=1, description="steps between averages")
         order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
         include_self: bool = Field(
@@ -192,34 +187,27 @@ def average_in(local: Sequence[Tensor], received: Sequence[Tensor], count: int, 
 
 
 class PeerSampler:
-    """Samples peers at random. Each rank has a separate generator, which checkpoints save."""
-
-    def __init__(self, comm: Communicator, peers: Peers, state: State, seed: int):
-        self._rank, self._peers = comm.rank, peers
-        self.generator = state.rng("peers", seed * 1_000_003 + comm.rank)
-
-    def sample(self, count: int = 1, *, include_self: bool = True) -> list[int]:
-        """Sample `count` distinct ranks uniformly from the surviving ranks; return all if there are fewer.
-
-        Args:
-            include_self: this rank may be sampled.
-        """
-        candidates = [rank for rank in self._peers.present if include_self or rank != self._rank]
-        return [
-            candidates.pop(int(torch.randint(len(candidates), (), generator=self.generator)))
-            for _ in range(min(count, len(candidates)))
-        ]
-
-
-def check_count(comm: Communicator, name: str, count: int, *, include_self: bool) -> None:
-    """Check that there are `count` ranks to sample; a single rank accepts any count.
+    """Samples peers at random, as many as the option named `option` says.
 
     Raises:
-        ConfigError: `count`, the value of option `name`, is too large.
+        ConfigError: there are fewer ranks; a single rank accepts any number.
     """
-    max_count = comm.size - (not include_self)
-    if comm.size > 1 and count > max_count:
-        raise ConfigError(
-            f"strategy.{name} must be at most the number of ranks to draw from, {max_count}; got {count}. Draw fewer, "
-            "or start more ranks."
-        )
+
+    def __init__(self, comm: Communicator, peers: Peers, state: State, config: Any, option: str):
+        self._rank, self._peers, self._count = comm.rank, peers, getattr(config, option)
+        self._includes_self = config.include_self
+        max_count = comm.size - (not config.include_self)
+        if comm.size > 1 and self._count > max_count:
+            raise ConfigError(
+                f"strategy.{option} must be at most the number of ranks to draw from, {max_count}; got {self._count}. "
+                "Draw fewer, or start more ranks."
+            )
+        self.generator = config.generator(comm, state)
+
+    def sample(self) -> list[int]:
+        """Sample distinct ranks uniformly from the surviving ranks; return all if there are fewer."""
+        candidates = [rank for rank in self._peers.present if self._includes_self or rank != self._rank]
+        return [
+            candidates.pop(int(torch.randint(len(candidates), (), generator=self.generator)))
+            for _ in range(min(self._count, len(candidates)))
+        ]

@@ -8,7 +8,10 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
 from hpcdist.errors import NonFiniteError
+from hpcdist.strategies.base import Strategy
 from hpcdist.strategies.lbfgs import vectors as ops
 from hpcdist.strategies.lbfgs.line_search import SearchPoint, strong_wolfe
 from hpcdist.strategies.lbfgs.portions import JointBatch
@@ -88,23 +91,13 @@ class CurvaturePairs:
         self.spare = CurvaturePair(min(set(range(self.limit + 1)) - taken), 0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class LbfgsSettings:
-    """The settings of the algorithm, see `Sandblaster.Config`.
+class LbfgsConfig(Strategy.Config):
+    """Options of the algorithm."""
 
-    Args:
-        first_length: the longest first step without history.
-        resolution: relative difference of losses up to which they count as equal.
-        skips: skip a step whose first loss or gradient is not finite.
-    """
-
-    history: int
-    c1: float
-    c2: float
-    max_evaluations: int
-    first_length: float = 1.0
-    resolution: float = 2e-16
-    skips: bool = False
+    history: int = Field(10, ge=1, description="number of pairs (s, y) in the history of L-BFGS")
+    c1: float = Field(1e-4, gt=0, lt=0.5, description="c1 of the strong Wolfe conditions: sufficient decrease")
+    c2: float = Field(0.9, gt=0, lt=1, description="c2 of the strong Wolfe conditions: curvature")
+    max_evaluations: int = Field(20, ge=2, description="evaluations of the loss in one line search")
 
 
 class StepEnd(NamedTuple):
@@ -127,11 +120,16 @@ class Lbfgs:
 
     Args:
         vectors: parameters, gradients and history, on the shards.
+        first_length: the longest first step without history.
+        resolution: relative difference of losses up to which they count as equal.
     """
 
-    def __init__(self, settings: LbfgsSettings, vectors: RemoteVectors):
-        self._settings, self._vectors = settings, vectors
-        self._pairs = CurvaturePairs(vectors, settings.history)
+    def __init__(
+        self, config: LbfgsConfig, vectors: RemoteVectors, first_length: float = 1.0, resolution: float = 2e-16
+    ):
+        self._config, self._vectors = config, vectors
+        self._first_length, self._resolution = first_length, resolution
+        self._pairs = CurvaturePairs(vectors, config.history)
         self._known: float | None = None  # the loss at X, if the next step can use it; its gradient is in GRADIENT
         self._pending = 0  # first samples of the next batch, for the y of the spare pair, which has its s; 0: no pair
 
@@ -165,7 +163,7 @@ class Lbfgs:
             self._known = None
         if moved:
             return StepEnd(loss)
-        text = f"no step: {self._settings.max_evaluations} evaluations along the direction found none"
+        text = f"no step: {self._config.max_evaluations} evaluations along the direction found none"
         return StepEnd(loss, text, returned=True)
 
     def _move(self, batch: JointBatch, loss: float, square: float) -> Generator[None, float, bool]:
@@ -200,11 +198,11 @@ class Lbfgs:
         self, batch: JointBatch, loss: float, slope: float, norm: float
     ) -> Generator[None, float, SearchPoint | None]:
         """Search for the step's length; leave its point in POINT and the gradient there in SUM. None: not found."""
-        vectors, settings = self._vectors, self._settings
-        first = 1.0 if self._pairs.kept else min(1.0, settings.first_length / norm)
+        vectors, config = self._vectors, self._config
+        first = 1.0 if self._pairs.kept else min(1.0, self._first_length / norm)
         search = strong_wolfe(
-            loss, slope, first, c1=settings.c1, c2=settings.c2, evaluations=settings.max_evaluations,
-            noise=settings.resolution * abs(loss), longest=math.inf if batch.whole else first,
+            loss, slope, first, c1=config.c1, c2=config.c2, evaluations=config.max_evaluations,
+            noise=self._resolution * abs(loss), longest=math.inf if batch.whole else first,
         )  # fmt: skip
         length = next(search)
         while True:
@@ -238,14 +236,13 @@ class Lbfgs:
     def _refuse(self, number: int) -> str:
         """Skip a step that starts with a loss or gradient that is not finite; return the event."""
         text = f"NaN or infinite loss or gradient at step {number}"
-        if not self._settings.skips:
+        if self._config.on_nonfinite != "skip":
             raise NonFiniteError(
                 f"loss and gradients must be finite where a step begins; got {text}. Scale the data or the initial "
                 "values, or set strategy.on_nonfinite = 'skip' to leave such batches out."
             )
         return f"skipped: {text}"
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         return {
             "pairs": [[pair.place, pair.sy, pair.yy] for pair in self._pairs.kept], "known": self._known,

@@ -82,7 +82,6 @@ class Coordinator:
         self._idle: dict[int, int] = {}  # waiting workers, with the number of steps they have completed
         self._done: list[float] = [DONE, 0.0, 0.0]
 
-    # --- workers --------------------------------------------------------------------------------------------------
     def receive(
         self, now: float, worker: int, clock: float, evaluation: float, portion: float, loss: float, *batch: float
     ) -> None:
@@ -154,7 +153,6 @@ class Coordinator:
         portions = Portions(division.count, self._pace)
         self._in_flight = LossEvaluation(steps, division, portions, [0.0] * division.count)
 
-    # --- periods of service, checkpoints --------------------------------------------------------------------------
     def start(self) -> None:
         """Start a period of service."""
         self._algorithm.load_model()

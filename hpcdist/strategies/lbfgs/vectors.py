@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.common.state import State, copy_all
+from hpcdist.strategies.common.state import State, copy_all, zero_all
 from hpcdist.strategies.server.placement import Shard, create_shards
 
 # The numbers of the vectors. POINT: where the loss is evaluated; X: the parameters; GRADIENT: at X; SUM: at POINT;
@@ -55,11 +55,7 @@ class LocalVectors:
             part.mul_(factor)
 
     def copy(self, into: int, vector: int) -> None:
-        self.fill(into, self[vector])
-
-    def fill(self, into: int, parts: Sequence[Tensor]) -> None:
-        """Copy these parts into a vector."""
-        copy_all(self[into], parts)
+        copy_all(self[into], self[vector])
 
 
 class RemoteVectors:
@@ -216,15 +212,14 @@ class HistoryShard:
         self._next = 0
         self._early.clear()
         for number in (SUM, *[HEAD] * (heads > 0), *[TAIL] * (tails > 0)):
-            for total in self.vectors[number]:
-                total.zero_()
+            zero_all(self.vectors[number])
 
     def _load_model(self) -> float:
         """Copy the model's parameters to X and POINT; return 1 if the loop has changed them, else 0."""
         params, x = self._shard.of(self._model.params), self.vectors[X]
         same = all(torch.equal(param, part.to(param)) for param, part in zip(params, x, strict=True))
         if not same:
-            self.vectors.fill(X, params)
+            copy_all(x, params)
         self.vectors.copy(POINT, X)
         return 0.0 if same else 1.0
 

@@ -15,7 +15,6 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +23,8 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.errors import DeadlineError, RankFailedError
+from hpcdist.strategies.server.codec import OpenSlots, TensorSlots
 from hpcdist.strategies.server.placement import Roles, Shard
-from hpcdist.strategies.server.slots import Ends, OpenSlots, TensorSlots
 
 # Kinds of requests: a gradient, or a sum of weighted gradients, with parameters in the reply; a push without a reply's
 # parameters; a fetch of parameters without a gradient; the end of a period.
@@ -83,7 +82,6 @@ _NOTHING = torch.empty(0)
 COUNTER = 1
 TICKET, KIND, WEIGHT, LENGTHS = 0, 1, 2, 3
 COUNT, CLOCK, BLOCKER, HELD_US, REPLY = 0, 1, 2, 3, 4
-Covers = Callable[[int, int], Shard]  # (child, parent) -> the shard that they exchange
 
 
 class RequestChannel:
@@ -115,38 +113,29 @@ class RequestChannel:
         self.comm, self.shards, self.roles, rank = comm, shards, roles, comm.rank
         self.parents, self.children = roles.parents.get(rank, ()), roles.children(rank)
         count, stamps = len(self.children), [torch.zeros(names, dtype=torch.bool), torch.zeros(values, dtype=WIDE)]
-
-        # What a child and a parent exchange: tensors of requests, tensors of replies, flags and hyper-parameters.
-        def requested(child: int, parent: int) -> Shard:
-            return Shard(((0, 0),) * len(templates)) if child in without_tensors else shards[parent]
-
-        def replied(child: int, parent: int) -> Shard:
-            return shards[parent] if replies is None else Shard(tuple((0, flat.numel()) for flat in replies))
-
-        def stamped(child: int, parent: int) -> Shard:
-            return Shard(((0, names), (0, values)))
-
-        def from_children(parent: int, covers: Covers) -> Ends:
-            return [(child, covers(child, parent)) for child in roles.children(parent)]
-
-        def from_parents(child: int, covers: Covers) -> Ends:
-            return [(parent, covers(child, parent)) for parent in roles.parents.get(child, ())]
-
-        self.up = up(comm, templates, partial(from_children, covers=requested), from_parents(rank, requested))
-        reply_templates = templates if replies is None else replies
-        self.down = down(comm, reply_templates, partial(from_parents, covers=replied), from_children(rank, replied))
+        nothing = Shard(((0, 0),) * len(templates))
+        reply_templates, whole_reply = templates, None
+        if replies is not None:
+            reply_templates, whole_reply = replies, Shard(tuple((0, flat.numel()) for flat in replies))
+        stamped = Shard(((0, names), (0, values)))
+        self.up = up(
+            comm, templates, roles.children, self.parents,
+            lambda child, parent: nothing if child in without_tensors else shards[parent],
+        )  # fmt: skip
+        self.down = down(
+            comm, reply_templates, lambda child: roles.parents.get(child, ()), self.children,
+            lambda parent, child: whole_reply or shards[parent],
+        )  # fmt: skip
         self.count_at = LENGTHS + self.up.n_lengths
         self._fields_per_slot = self.count_at + 1 + clocks
-        self._fields_per_reply = REPLY + self.down.n_lengths
-        self.stamp_slots = TensorSlots(
-            comm, stamps, partial(from_children, covers=stamped), from_parents(rank, stamped)
-        )
+        self.fields_per_reply = REPLY + self.down.n_lengths
+        self.stamp_slots = TensorSlots(comm, stamps, roles.children, self.parents, lambda child, parent: stamped)
         self.replies_at = self.slot_at(count)
-        self.header = comm.window(self.replies_at + len(self.parents) * self._fields_per_reply, torch.int64)
+        self.header = comm.window(self.replies_at + len(self.parents) * self.fields_per_reply, torch.int64)
         header = self.header.local.numpy()  # the same memory; NumPy reads a few elements faster than torch
         self.requests = header[COUNTER : self.replies_at].reshape(count, self._fields_per_slot)
         self.tickets = self.requests[:, TICKET]
-        self.replies = header[self.replies_at :].reshape(len(self.parents), self._fields_per_reply)
+        self.replies = header[self.replies_at :].reshape(len(self.parents), self.fields_per_reply)
         self.replied = self.replies[:, COUNT]
         self.client = Client(self)
         self.inbox = Inbox(self, self.client)
@@ -155,28 +144,22 @@ class RequestChannel:
         """Return the offset of a slot's header in its parent's window."""
         return COUNTER + slot * self._fields_per_slot
 
-    def reply_at(self, child: int) -> int:
-        """Return the offset of this rank's reply header in a child's window."""
-        number = self.roles.parents[child].index(self.comm.rank)
-        return self.slot_at(len(self.roles.children(child))) + number * self._fields_per_reply
-
     def put(self, rank: int, offset: int, *header: int) -> Put:
         """Return the put that writes header fields into a rank's window, from `offset` on."""
         return Put(self.header, torch.from_numpy(np.array(header, np.int64)), rank, offset)  # faster than torch.tensor
+
+    def require_alive(self) -> None:
+        """Raise RankFailedError if a server or aggregator has failed."""
+        for rank in set(self.roles.needed).intersection(self.comm.failures.failed()):
+            raise RankFailedError(
+                f"server rank {rank} has died, and its part of the parameters and of the optimiser's state with it. "
+                "Resume from the last checkpoint."
+            )
 
     def close(self) -> None:
         """Collective. Release the windows."""
         for opened in (self.up, self.down, self.stamp_slots, self.header):
             opened.close()
-
-
-def require_alive(comm: Communicator, needed: Iterable[int]) -> None:
-    """Raise RankFailedError if a rank in `needed` has failed."""
-    for rank in set(needed).intersection(comm.failures.failed()):
-        raise RankFailedError(
-            f"server rank {rank} has died, and its part of the parameters and of the optimiser's state with it. "
-            "Resume from the last checkpoint."
-        )
 
 
 class Client:
@@ -264,7 +247,7 @@ class Client:
                 channel.header.wait(lambda _: not self.missing(), offset=channel.replies_at, deadline_s=CHECK_S)
             if self.missing():
                 # Not only parents: MPI reports a killed rank, but not an aggregator that ended because of it.
-                require_alive(self._comm, channel.roles.needed)
+                channel.require_alive()
         if self.missing():
             channel.header.wait(
                 lambda _: not self.missing(), offset=channel.replies_at, what=self._awaited, by=channel.parents
@@ -287,7 +270,11 @@ class Inbox:
         count = len(channel.children)
         self._others = [child for child in channel.children if child != self._comm.rank]
         self._slot_of = {child: slot for slot, child in enumerate(channel.children)}
-        self._reply_at = {child: channel.reply_at(child) for child in channel.children}
+        self._reply_at = {  # offsets of this rank's reply headers in the children's windows
+            child: channel.slot_at(len(channel.roles.children(child)))
+            + channel.roles.parents[child].index(self._comm.rank) * channel.fields_per_reply
+            for child in channel.children
+        }
         self._taken = [0] * count  # the ticket of the last request taken from each slot
         self._replied = [0] * count  # number of replies to each child
         self._paused = [0] * count  # number of periods that each child has ended

@@ -1,8 +1,11 @@
-"""Compress the tensors of requests, or of replies; both ends of a transfer keep the state that this needs."""
+"""Slots in windows for the tensors of requests, or of replies: as they are, or compressed.
+
+Both ends of a compressed transfer keep the state that this needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,11 +17,85 @@ from hpcdist.compress import CompressionConfig, Compressor, Feedback, Span, Used
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.common.state import State, copy_all
 from hpcdist.strategies.server.placement import Shard
-from hpcdist.strategies.server.slots import Ends, EndsOf, TensorSlots
 
+Senders = Callable[[int], Sequence[int]]  # the ranks that send to a rank
+Covers = Callable[[int, int], Shard]  # (sender, receiver) -> the shard that is sent
 Content = Literal["gradients", "values", "moves"]  # of requests or of replies, see `Codec`
 WHOLE, NOTHING = -1, -2  # special lengths: an uncompressed message; no message
 _ALIGNED = 8  # messages start at multiples of 8 bytes, so that they can be read as any dtype
+
+
+class TensorSlots:
+    """Collective. Allocate windows in which each rank has a slot for the tensors of every rank that sends to it.
+
+    Args:
+        templates: flat tensors as long as a whole request.
+        senders: returns the ranks that send to a rank.
+        dests: the ranks that this rank sends to.
+        covers: returns the shard that a (sender, receiver) sends.
+
+    Attributes:
+        n_lengths: number of message lengths to send with the tensors.
+        whole: the received tensors of all sources.
+    """
+
+    dtype: torch.dtype | None = None  # of the windows; None: the tensors' dtype
+    n_lengths = 0
+
+    def __init__(
+        self, comm: Communicator, templates: Sequence[Tensor], senders: Senders, dests: Sequence[int], covers: Covers
+    ):
+        local_sources = senders(comm.rank)
+        slots, lengths = self._layout(templates, [covers(source, comm.rank) for source in local_sources])
+        self._windows = [comm.window(n, self.dtype or t.dtype) for n, t in zip(lengths, templates, strict=True)]
+        self._slots = {
+            source: [window.local[first:last] for window, (first, last) in zip(self._windows, slot, strict=True)]
+            for source, slot in zip(local_sources, slots, strict=True)
+        }
+        self._starts: dict[int, list[int]] = {}  # offsets of this rank's slot at each destination
+        for dest in dests:
+            sources = senders(dest)
+            layout, _ = self._layout(templates, [covers(source, dest) for source in sources])
+            self._starts[dest] = [first for first, _ in layout[sources.index(comm.rank)]]
+        self.whole = [window.local for window in self._windows]
+
+    def room(self, part: Tensor) -> int:
+        """Return the number of window elements for a part of a tensor."""
+        return part.numel()
+
+    def _layout(
+        self, templates: Sequence[Tensor], shards: Sequence[Shard]
+    ) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        """Place slots in a row: return each one's range of elements in each window, and the windows' lengths."""
+        offsets, slots = [0] * len(templates), []
+        for shard in shards:
+            sizes = map(self.room, shard.of(templates))
+            slots.append([(first, first + size) for first, size in zip(offsets, sizes, strict=True)])
+            offsets = [last for _, last in slots[-1]]
+        return slots, offsets
+
+    def puts(self, dest: int, tensors: Sequence[Tensor], used: Used = None) -> tuple[list[Put], list[int]]:
+        """Return the puts that send this shard's `tensors` to `dest`, and the message lengths."""
+        targets = zip(self._windows, tensors, self._starts[dest])
+        return [Put(window, part, dest, start) for window, part, start in targets if part.numel()], []
+
+    def sent(self, dest: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the last sent `tensors` as the destination decodes them."""
+        return tensors
+
+    def read(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
+        """Return the received tensors of `source`."""
+        return self._slots[source]
+
+    def close(self) -> None:
+        """Collective. Close the windows."""
+        self._slots.clear()  # views of the windows' memory
+        self.whole = []
+        for window in self._windows:
+            window.close()
+
+
+OpenSlots = Callable[[Communicator, Sequence[Tensor], Senders, Sequence[int], Covers], TensorSlots]
 
 
 @dataclass(frozen=True)
@@ -72,9 +149,7 @@ class Codec:
 
 def _buffers(templates: Sequence[Tensor]) -> list[Tensor]:
     """Return zeros on the host, as long as the tensors, in float32, or float64 for float64 tensors."""
-    return [
-        torch.zeros(t.numel(), dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in templates
-    ]
+    return [torch.zeros(t.numel(), dtype=torch.promote_types(t.dtype, torch.float32)) for t in templates]
 
 
 class Encoder:
@@ -101,40 +176,32 @@ class Encoder:
         messages = []
         for part, kept, feedback in zip(parts, self.kept, self._feedbacks, strict=True):
             with only_used([feedback], used if self._content == "gradients" else None):
-                coded = None if whole or not part.numel() else self._compressed(part, kept, feedback)
-                sent = self._uncompressed(part, kept, feedback, whole) if coded is None else (coded, len(coded))
-                messages.append(sent)
+                encode = self._gradient if self._content == "gradients" else self._values
+                messages.append(encode(part, kept, feedback, whole or not part.numel()))
         return [message for message, _ in messages], [length for _, length in messages]
 
-    def _compressed(self, part: Tensor, kept: Tensor, feedback: Feedback) -> Tensor | None:
-        """Return the message; None if it would not be shorter than the tensor."""
-        compressor = feedback.compressor
-        if self._content == "gradients":
-            message = feedback.encode(part)
-            if len(message) < kept.nbytes:
-                return message
-            compressor.add(message, kept)  # undo: back to the residual
-            return None
-        to_send = part.to(kept) - kept if self._content == "values" else part.to(kept, copy=True)
-        message = compressor.encode_residual_(to_send)
-        if len(message) >= kept.nbytes:
-            return None
-        if self._content == "values":
-            compressor.add(message, kept)
-        else:
-            compressor.decode(message, kept)
-        return message
-
-    def _uncompressed(self, part: Tensor, kept: Tensor, feedback: Feedback, uncompressed: bool) -> tuple[Tensor, int]:
-        """Return the tensor as an uncompressed message, and WHOLE. `uncompressed`: without trying `_compressed`."""
-        if self._content != "gradients":
-            kept.copy_(part)
-        elif uncompressed:
+    def _gradient(self, part: Tensor, kept: Tensor, feedback: Feedback, whole: bool) -> tuple[Tensor, int]:
+        """Encode a part of a gradient; uncompressed if `whole`, or if the message would not be shorter."""
+        if whole:
             return feedback.encode(part, whole=True), WHOLE
-        message = kept.clone().view(torch.uint8)  # of gradients: the residual, to which `_compressed` has added them
-        if self._content == "gradients":
-            kept.zero_()
+        message = feedback.encode(part)
+        if len(message) < kept.nbytes:
+            return message, len(message)
+        feedback.compressor.add(message, kept)  # undo: back to the residual
+        message = kept.clone().view(torch.uint8)
+        kept.zero_()
         return message, WHOLE
+
+    def _values(self, part: Tensor, kept: Tensor, feedback: Feedback, whole: bool) -> tuple[Tensor, int]:
+        """Encode a part of values or moves, as `_gradient` does."""
+        compressor, are_values = feedback.compressor, self._content == "values"
+        if not whole:
+            message = compressor.encode_residual_(part.to(kept) - kept if are_values else part.to(kept, copy=True))
+            if len(message) < kept.nbytes:
+                (compressor.add if are_values else compressor.decode)(message, kept)
+                return message, len(message)
+        kept.copy_(part)
+        return kept.clone().view(torch.uint8), WHOLE
 
     def state_dict(self) -> dict[str, Any]:
         """Return the compressors' state."""
@@ -162,12 +229,17 @@ class CodedSlots(TensorSlots):
 
     dtype = torch.uint8
 
-    def __init__(self, codec: Codec, comm: Communicator, templates: Sequence[Tensor], sources: EndsOf, dests: Ends):
+    def __init__(
+        self, codec: Codec, comm: Communicator, templates: Sequence[Tensor], senders: Senders, dests: Sequence[int],
+        covers: Covers,
+    ):  # fmt: skip
         buffers = _buffers(templates)
-        super().__init__(comm, buffers, sources, dests)
+        super().__init__(comm, buffers, senders, dests, covers)
         self._comm, self._codec, self.n_lengths, state = comm, codec, len(templates), codec.state
-        local_sources, up, values = sources(comm.rank), codec.name == "requests", codec.content == "values"
-        parents, children = map(dict, (dests, local_sources) if up else (local_sources, dests))  # rank -> shard
+        up, values = codec.name == "requests", codec.content == "values"
+        sent = {dest: covers(comm.rank, dest) for dest in dests}  # shards by rank
+        received = {source: covers(source, comm.rank) for source in senders(comm.rank)}
+        parents, children = (sent, received) if up else (received, sent)
         # On another number of ranks each worker starts with the mean of the saved workers' residuals.
         self.whole = state.sharded(
             f"{codec.name}.whole", tensors=buffers if parents else [], start="parameters" if values else "zeros",
@@ -183,16 +255,32 @@ class CodedSlots(TensorSlots):
         leaving, arriving = (self._common_above, self._common) if up else (self._common, self._common_above)
         self._encoders = {
             dest: Encoder(codec, shard, leaving[dest], comm.rank * comm.size + dest, whole=dest == comm.rank)
-            for dest, shard in dests
+            for dest, shard in sent.items()
         }
         # All children send the same shard to a rank, so that one list of compressors decodes all requests.
-        shared_coders = codec.compressors(local_sources[0][1]) if local_sources and up else None
+        shared_coders = codec.compressors(next(iter(received.values()))) if received and up else None
         # The decoder of each source's messages, and the tensors that they overwrite or are added to.
         self._decoders = {
-            source: (shared_coders or codec.compressors(shard), arriving[source]) for source, shard in local_sources
+            source: (shared_coders or codec.compressors(shard), arriving[source]) for source, shard in received.items()
         }
-        state.value(f"{codec.name}.sent", 0, self, "messages", reshard="max", optional=True)
-        state.custom(f"{codec.name}.senders", self._senders, self._load_senders, lambda: None, optional=True)
+        encoders = self._encoders
+
+        def set_sent(count: int) -> None:
+            for encoder in encoders.values():
+                encoder.sent = count
+
+        def load_senders(saved: Sequence[Sequence[Any]]) -> None:
+            for dest, sender in saved:
+                encoders[dest].load_state_dict(sender)
+
+        state.custom(
+            f"{codec.name}.sent", lambda: max((encoder.sent for encoder in encoders.values()), default=0), set_sent,
+            lambda: set_sent(0), reshard=max, optional=True,
+        )  # fmt: skip
+        state.custom(
+            f"{codec.name}.senders", lambda: [[dest, encoder.state_dict()] for dest, encoder in encoders.items()],
+            load_senders, lambda: None, optional=True,
+        )  # fmt: skip
         if values:
             copy_all(self.whole, templates)
             for child, shard in children.items():
@@ -225,24 +313,6 @@ class CodedSlots(TensorSlots):
             elif length != NOTHING:
                 (compressor.add if self._codec.content == "values" else compressor.decode)(slot[:length], out)
             yield out
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    @property
-    def messages(self) -> int:
-        """The largest number of messages sent to one rank; setting it sets the number of each rank."""
-        return max((encoder.sent for encoder in self._encoders.values()), default=0)
-
-    @messages.setter
-    def messages(self, sent: int) -> None:
-        for encoder in self._encoders.values():
-            encoder.sent = sent
-
-    def _senders(self) -> list[list[Any]]:
-        return [[dest, encoder.state_dict()] for dest, encoder in self._encoders.items()]
-
-    def _load_senders(self, saved: Sequence[Sequence[Any]]) -> None:
-        for dest, state in saved:
-            self._encoders[dest].load_state_dict(state)
 
     def _agree(self) -> None:
         """Collective. After loading, set parents' copies of the values to their children's: n bytes per child."""

@@ -67,32 +67,31 @@ class Policy(abc.ABC):
 class GradientWorker(Worker):
     """Push the gradient with the clock of the parameters it was computed from, and copy the reply into the model.
 
-    Args:
-        overlap: continue immediately, and take the reply in the next step.
+    With the option `overlap` continue immediately, and take the reply in the next step.
 
     Raises:
         ConfigError: `overlap` on servers that are workers too.
     """
 
-    def __init__(self, strategy: ServerStrategy, *, overlap: bool = False):
+    def __init__(self, strategy: ServerStrategy):
         super().__init__(strategy)
-        if overlap and self.placement.colocated:
+        self._overlap = getattr(strategy.config, "overlap", False)
+        if self._overlap and self.replica.colocated:
             raise ConfigError(
                 "strategy.overlap must be false where strategy.servers is 'colocated', whose shards change only inside "
                 "a step; got true. Leave it out, or give ranks of their own to the servers."
             )
-        self._overlap = overlap
         self._clips = strategy.gradients.clip_norm is not None and strategy.update_norm is None
         self._compression = strategy.config.compression
         workers, first = strategy.roles.workers, self._compression.warmup_ranks
-        sits_out = first is not None and workers.index(self.placement.rank) >= first
+        sits_out = first is not None and workers.index(self.strategy.comm.rank) >= first
         self._first_step = self._compression.warmup_steps if sits_out else 0  # in the warm-up only the first ranks push
         self._in_flight = False  # a gradient was pushed and its reply not taken
 
     def step(self, update: Update) -> Outcome:
         strategy, gradients = self.strategy, self.model.gradients
         weight = gradients.mean_weight
-        contributes, weight = weight > 0, weight if gradients.weights_batches else 1.0
+        contributes, weight = weight > 0, weight if strategy.contract.weights_batches else 1.0
         used, skipped = gradients.collect(), strategy.gradients.skipped()
         if self._clips and not skipped:
             strategy.gradients.clip(weight)
@@ -214,7 +213,6 @@ class Aggregate:
             torch.lerp(old, new, rate, out=new)
         self.forget()
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return the started sum."""
         sums: list[Tensor] = [total.clone() for total in self.sums] if self.weights else []
@@ -235,13 +233,14 @@ class GradientServer(Server):
     An aggregator pushes the sum to its parent instead of updating, and forwards the parent's reply to its children.
     """
 
-    def __init__(self, strategy: ServerStrategy, policy: Policy):
+    def __init__(self, strategy: GradientStrategy):
         super().__init__(strategy)
-        self.policy, self._synchronous = policy, strategy.synchronous
+        self.policy, self._synchronous = strategy.policy(), strategy.synchronous
+        policy = self.policy
         self._count = len(strategy.hyperparameters)
         norm, self._servers = strategy.update_norm, strategy.servers
         self._clip = None if norm is None else partial(self._clip_update, norm)
-        self.aggregate = aggregate = Aggregate(self.model, self.placement.shard, apart=self.placement.colocated)
+        self.aggregate = aggregate = Aggregate(self.model, self.replica.shard, apart=self.replica.colocated)
         for name in policy.remembers:
             setattr(policy, name, strategy.state.value(name, getattr(policy, name), policy, optional=True))
         # A checkpoint includes these gradients; another number of ranks starts without, and the run's end drops them.
@@ -268,9 +267,9 @@ class GradientServer(Server):
             if not gradient.added and (due or policy.may_go(gradient, active)):
                 gradient.added = True
                 staleness = self.replica.clock - gradient.clocks[0]  # an aggregator doesn't know it yet
-                self.aggregate.add(gradient, 1.0 if self.placement.aggregates else policy.factor(staleness))
+                self.aggregate.add(gradient, 1.0 if self.replica.aggregates else policy.factor(staleness))
             gradient.applied |= due
-        if due and self.placement.aggregates:
+        if due and self.replica.aggregates:
             self._forward()
         elif due and self.aggregate.weights:
             self._update()
@@ -301,7 +300,7 @@ class GradientServer(Server):
         values = aggregate.mean_values()[: self._count]
         if values != strategy.hyperparameters.values():
             strategy.hyperparameters.set(values)
-        workers_here = len(self.placement.roles.workers) - len(self.evicted)
+        workers_here = len(self.strategy.roles.workers) - len(self.evicted)
         averaged = workers_here if policy.divides_by_workers else aggregate.total_weight()
         divisor = 1.0 if strategy.adds_up else averaged
         aggregate.apply(strategy.hyperparameters.track_counters(self.update), divisor * rate, rate, self._clip)
@@ -313,7 +312,7 @@ class GradientServer(Server):
         if self._servers is None:
             nn.utils.clip_grad_norm_([slot.tensor for slot in self.model.slots], largest)
             return
-        grads, square = self.placement.shard.of(self.model.grads), torch.zeros(1, dtype=torch.float64)
+        grads, square = self.replica.shard.of(self.model.grads), torch.zeros(1, dtype=torch.float64)
         for grad in grads:
             square += torch.linalg.vector_norm(grad, dtype=torch.float64).cpu() ** 2
         self._servers.allreduce(square)
@@ -344,7 +343,6 @@ class GradientServer(Server):
         self.replica.pull()
         aggregate.forget()
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
     def _load_aggregate(self, saved: Mapping[str, Any]) -> None:
         """Restore the started sum, with the policy's weights by staleness."""
         self.aggregate.load_state_dict(saved)
@@ -354,12 +352,8 @@ class GradientServer(Server):
 class GradientStrategy(ServerStrategy):
     """Base of strategies whose workers push gradients, and whose servers update by a policy."""
 
+    worker_type, server_type = GradientWorker, GradientServer
+
     @abc.abstractmethod
     def policy(self) -> Policy:
         """Create the policy of this rank, a server or aggregator."""
-
-    def make_worker(self) -> Worker:
-        return GradientWorker(self, overlap=getattr(self.config, "overlap", False))
-
-    def make_server(self) -> Server:
-        return GradientServer(self, self.policy())

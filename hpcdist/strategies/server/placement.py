@@ -11,9 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.compress import Span, spans
+from hpcdist.compress import Span
 from hpcdist.errors import ConfigError
-from hpcdist.model.flat import FlatModel
 
 Servers = Annotated[int, Field(ge=1)] | Literal["colocated"]
 FanIn = Annotated[
@@ -223,32 +222,3 @@ def _fill(sizes: Sequence[int], count: int, cap: int) -> list[int]:
 def _within(n_bytes: int, tensor: Tensor) -> int:
     """Convert a byte offset to an element offset, clamped to the tensor."""
     return min(max(n_bytes, 0), tensor.nbytes) // tensor.itemsize
-
-
-class Placement:
-    """The placement of a rank: its shard, its parents and its children.
-
-    Args:
-        split_parameters: shards have equal bytes, and may start inside a parameter.
-
-    Attributes:
-        shards: the shard of each server; the whole model for aggregators.
-        shard: the shard that this rank serves; empty on other ranks.
-        everything: the whole model, as a shard.
-        parents: the ranks that this rank pushes requests to.
-        children: the ranks that push requests to this rank.
-        colocated: the rank is a worker, and serves during its steps.
-        aggregates: the rank is an aggregator.
-        alone: there is a single rank, and no server.
-    """
-
-    def __init__(self, rank: int, roles: Roles, model: FlatModel, *, split_parameters: bool):
-        self.rank, self.roles = rank, roles
-        self.everything = Shard(tuple((0, flat.numel()) for flat in model.params))
-        shards = create_shards(model.params, max(1, len(roles.servers)), None if split_parameters else spans(model))
-        self.shards = dict(zip(roles.servers, shards)) | dict.fromkeys(roles.aggregators, self.everything)
-        self.shard = self.shards.get(rank, Shard(((0, 0),) * len(model.params)))
-        self.parents, self.children = roles.parents.get(rank, ()), roles.children(rank)
-        self.colocated = rank in roles.workers and bool(self.children)
-        self.aggregates = rank in roles.aggregators
-        self.alone = not roles.servers

@@ -8,20 +8,30 @@ from typing import Any
 
 from torch import Tensor
 
+from hpcdist.compress import spans
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import State, copy_all
 from hpcdist.strategies.server.channel import CHECK_S, PAUSE, Replies, Reply, RequestChannel, ServerRequest
-from hpcdist.strategies.server.placement import Placement
+from hpcdist.strategies.server.placement import Roles, Shard, create_shards
 
 
 class Replica:
-    """The model's parameters on this rank with their clocks, replaced by replies shard by shard.
+    """A rank's shard, parents and children, and its parameters with their clocks, replaced by replies shard by shard.
 
     On a rank that is worker and server, replies don't change its shard.
 
+    Args:
+        split_parameters: shards have equal bytes, and may start inside a parameter.
+
     Attributes:
-        placement: this rank's shard, parents and children.
+        shards: the shard of each server; the whole model for aggregators.
+        shard: the shard that this rank serves; empty on other ranks.
+        parents: the ranks that this rank pushes requests to.
+        children: the ranks that push requests to this rank.
+        colocated: the rank is a worker, and serves during its steps.
+        aggregates: the rank is an aggregator.
+        alone: there is a single rank, and no server.
         channel: requests and replies, if there are several ranks.
         clock: number of updates of this rank's shard on a server; on a worker, of the first shard in the model.
         clocks: number of updates of the parameters from each parent.
@@ -29,18 +39,25 @@ class Replica:
 
     channel: RequestChannel
 
-    def __init__(self, placement: Placement, model: FlatModel, state: State):
-        self.placement, self._model = placement, model
-        others = [placement.shards[parent] for parent in placement.parents if parent != placement.rank]
-        self._shards = others if placement.colocated else [placement.everything]
+    def __init__(self, rank: int, roles: Roles, model: FlatModel, state: State, *, split_parameters: bool):
+        self._model = model
+        everything = Shard(tuple((0, flat.numel()) for flat in model.params))
+        shards = create_shards(model.params, max(1, len(roles.servers)), None if split_parameters else spans(model))
+        self.shards = dict(zip(roles.servers, shards)) | dict.fromkeys(roles.aggregators, everything)
+        self.shard = self.shards.get(rank, Shard(((0, 0),) * len(model.params)))
+        self.parents, self.children = roles.parents.get(rank, ()), roles.children(rank)
+        self.colocated = rank in roles.workers and bool(self.children)
+        self.aggregates, self.alone = rank in roles.aggregators, not roles.servers
+        others = [self.shards[parent] for parent in self.parents if parent != rank]
+        self._replaced = others if self.colocated else [everything]  # by replies
         self.clock = state.value("clock", 0, self, reshard="max")
         # On another number of ranks all parents have the largest clock.
-        self.clocks: list[int] = state.value("clocks", lambda: [self.clock] * len(placement.parents), self)
+        self.clocks: list[int] = state.value("clocks", lambda: [self.clock] * len(self.parents), self)
 
     def pull(self) -> Replies:
         """Wait for the replies of all parents, and copy their parameters into the model."""
         replies = self.channel.client.wait()
-        for shard in self._shards:
+        for shard in self._replaced:
             copy_all(shard.of(self._model.params), shard.of(self.channel.down.whole))
         self.follow(replies.clocks)
         return replies
@@ -48,7 +65,7 @@ class Replica:
     def follow(self, clocks: list[int]) -> None:
         """Set the clocks of the parents' parameters in the model."""
         self.clocks = clocks
-        if clocks and not self.placement.colocated:
+        if clocks and not self.colocated:
             self.clock = clocks[0]
 
 
@@ -67,8 +84,7 @@ class Server(abc.ABC):
 
     def __init__(self, strategy: Any):  # a `ServerStrategy`, whose module imports this one
         self.strategy, self.comm, self.model = strategy, strategy.comm, strategy.model
-        self.replica, self.placement = strategy.replica, strategy.placement
-        self.channel = self.replica.channel
+        self.replica, self.channel = strategy.replica, strategy.replica.channel
         self.inbox, self._deadline_s = self.channel.inbox, strategy.config.learner_deadline_s
         self._watches = self.comm.failures.tolerant or self._deadline_s is not None
         self.waiting: list[ServerRequest] = []
@@ -76,7 +92,7 @@ class Server(abc.ABC):
         self.evicted: set[int] = set()
         self.update: Update = lambda: None  # set by the first step
         self.applied: list[int] = []
-        self._stepping = list(self.placement.children)  # children that have not paused in this period
+        self._stepping = list(self.replica.children)  # children that have not paused in this period
         self._early: list[ServerRequest] = []  # requests of the next period
 
     # --- methods that a subclass defines --------------------------------------------------------------------------
@@ -93,7 +109,7 @@ class Server(abc.ABC):
 
     def master(self) -> Sequence[Tensor]:
         """Return the parameters of this server's shard, one flat tensor per group."""
-        return self.placement.shard.of(self.model.params)
+        return self.replica.shard.of(self.model.params)
 
     # --- a period of service --------------------------------------------------------------------------------------
     def serve(self, update: Update) -> None:
@@ -108,7 +124,7 @@ class Server(abc.ABC):
         self.start(self.update)
         while self.serve_next():
             pass
-        self._stepping = list(self.placement.children)
+        self._stepping = list(self.replica.children)
         self._handle_early()
         if self.applied:
             self.report(Outcome(self.replica.clock, staleness=tuple(self.applied)))
@@ -117,8 +133,8 @@ class Server(abc.ABC):
     def start(self, update: Update) -> None:
         """Start a period of service."""
         self.model.refresh()
-        if not self.placement.colocated:  # the loop may have changed the parameters, by loading others for example
-            copy_all(self.master(), self.placement.shard.of(self.model.params))
+        if not self.replica.colocated:  # the loop may have changed the parameters, by loading others for example
+            copy_all(self.master(), self.replica.shard.of(self.model.params))
         self.update = update
         self.inbox.since_s.update(dict.fromkeys(self.active(), self.comm.now()))
         self._handle_early()
@@ -151,15 +167,15 @@ class Server(abc.ABC):
 
     def end(self) -> None:
         """End a period of service, and copy the served parameters into the model, for the loop to evaluate or save."""
-        self._stepping = list(self.placement.children)
+        self._stepping = list(self.replica.children)
         self.show()
-        if self.placement.aggregates:
+        if self.replica.aggregates:
             self.channel.client.push(PAUSE)
             self.channel.client.wait()
 
     def show(self) -> None:
         """Copy the served parameters into the model."""
-        copy_all(self.placement.shard.of(self.model.params), self.master())
+        copy_all(self.replica.shard.of(self.model.params), self.master())
 
     def _handle_early(self) -> None:
         """Handle requests of this period that arrived before its start here."""
@@ -194,7 +210,7 @@ class Server(abc.ABC):
     def count_update(self, staleness: Sequence[int] = ()) -> None:
         """Count an update with gradients of these staleness values; write a record unless a step of this rank does."""
         self.replica.clock += 1
-        if self.placement.colocated:
+        if self.replica.colocated:
             self.applied += staleness
         else:
             self.strategy.steps += 1

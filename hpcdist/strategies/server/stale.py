@@ -9,43 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import Field
 
-from hpcdist.errors import UnknownNameError
 from hpcdist.strategies.server.channel import ServerRequest
 from hpcdist.strategies.server.gradients import Policy
 from hpcdist.strategies.server.strategy import ServerStrategy
 
 Rule = Literal["none", "average", "measured", "per-gradient", "plus-one", "exponential"]
-RULES: tuple[str, ...] = get_args(Rule)
 OF_EACH_GRADIENT = ("per-gradient", "plus-one", "exponential")  # rules that use each gradient's staleness
-
-
-def factor(rule: str, staleness: int, *, expected: float = 1.0, measured: float = 1.0, decay: float = 0.1) -> float:
-    """Return the factor of the learning rate for a gradient of staleness τ, in updates.
-
-    none: 1. average: 1/max(1, expected). measured: 1/max(1, measured). per-gradient: 1/max(1, τ). plus-one: 1/(τ + 1).
-    exponential: exp(−decay τ).
-
-    Args:
-        expected: the expected mean staleness of the protocol; n for n-softsync.
-        measured: the measured mean staleness, see `StalePolicy`.
-        decay: k of the exponential rule.
-
-    Raises:
-        UnknownNameError: no such rule.
-    """
-    if rule == "exponential":
-        return math.exp(-decay * staleness)
-    divisors = {
-        "none": 1.0, "average": max(1.0, expected), "measured": max(1.0, measured), "per-gradient": max(1, staleness),
-        "plus-one": staleness + 1,
-    }  # fmt: skip
-    if rule not in divisors:
-        raise UnknownNameError("modulation", rule, RULES)
-    return 1.0 / divisors[rule]
 
 
 class StaleConfig(ServerStrategy.Config):
@@ -68,7 +41,7 @@ class StalePolicy(Policy):
     """Reply to every worker immediately, and modulate the learning rate by the staleness of its gradient.
 
     Args:
-        expected: the approximate mean staleness of the protocol.
+        expected: the approximate mean staleness of the protocol; n for n-softsync.
 
     Attributes:
         measured: the staleness of the last `modulation_window` gradients that the server has applied. Changes only
@@ -92,12 +65,16 @@ class StalePolicy(Policy):
         return f"dropped: a gradient of rank {source} was {staleness} updates old, max_staleness is {limit}"
 
     def factor(self, staleness: int) -> float:
-        if self._config.modulation == "none":
-            return 1.0
+        """Return the factor of the learning rate for a gradient of staleness τ, in updates: exp(−kτ), or 1/..."""
+        rule = self._config.modulation
+        if rule == "exponential":
+            return math.exp(-self._config.decay * staleness)
         last = self.measured[-self._config.modulation_window :]
-        mean = sum(last) / max(1, len(last))
-        measures = {"expected": self._expected, "measured": mean, "decay": self._config.decay}
-        return factor(self._config.modulation, staleness, **measures)
+        divisors = {
+            "none": 1.0, "average": max(1.0, self._expected), "measured": max(1.0, sum(last) / max(1, len(last))),
+            "per-gradient": max(1, staleness), "plus-one": staleness + 1,
+        }  # fmt: skip
+        return 1.0 / divisors[rule]
 
     def updated(self, staleness: Sequence[int]) -> None:
         self.measured = [*self.measured, *staleness][-self._config.modulation_window :]

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -16,15 +16,13 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, spans
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Flats, copy_all
 from hpcdist.strategies.server.channel import PAUSE, RequestChannel
-from hpcdist.strategies.server.codec import Codec, CodedSlots, Content
-from hpcdist.strategies.server.placement import Placement, Roles, Servers, Shard, assign, broadcast_shards
+from hpcdist.strategies.server.codec import Codec, CodedSlots, Content, OpenSlots, TensorSlots
+from hpcdist.strategies.server.placement import Roles, Servers, Shard, assign, broadcast_shards
 from hpcdist.strategies.server.server import Replica, Server
-from hpcdist.strategies.server.slots import OpenSlots, TensorSlots
 
 
 class ServerStrategy(Strategy):
@@ -45,11 +43,10 @@ class ServerStrategy(Strategy):
     A period of service (an epoch, or the steps until a checkpoint) ends when every worker has paused. A request of a
     worker's next period waits until this rank starts the period, too.
 
-    A subclass creates the worker's loop and the server's.
+    A subclass names the types of its workers and servers.
 
     Attributes:
-        placement: this rank's shard, parents and children.
-        replica: this rank's parameters, and their clocks.
+        replica: this rank's shard, parents and children, and its parameters with their clocks.
         worker: takes the steps of a worker, where there are servers.
         server: handles requests, on a server or aggregator.
         synchronous: every update uses the gradients of all workers.
@@ -59,8 +56,6 @@ class ServerStrategy(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options that all strategies with servers have."""
-
         servers: Servers = Field(
             1, description="number of server ranks, each with a shard; colocated: all ranks are workers and servers"
         )
@@ -114,6 +109,9 @@ class ServerStrategy(Strategy):
     down: Content = "values"  # content of replies
     steps_on_workers = False  # workers run their local optimiser
 
+    worker_type: ClassVar[type[Worker]]  # its objects take a worker's steps, where there are servers
+    server_type: ClassVar[type[Server]]  # its objects handle the requests, on a server or aggregator
+
     config: Config
     worker: Worker
     server: Server
@@ -127,22 +125,22 @@ class ServerStrategy(Strategy):
         self.update_norm = self.gradients.clip_norm if clips else None
         if self.stages is not None and self.stages.comm.size > 1:
             self._check_stages()
-        self.placement = placement = Placement(comm.rank, roles, model, split_parameters=config.split_parameters)
-        self.replica = Replica(placement, model, self.state)
+        split = config.split_parameters
+        self.replica = replica = Replica(comm.rank, roles, model, self.state, split_parameters=split)
         self.servers: Communicator | None = None
-        if placement.alone:
+        if replica.alone:
             model.keep_gradients(None)
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1  # largest number of gradients in a request
         values = len(self.hyperparameters) * self.sends_hyperparameters + self.synchronous  # see `Worker.stamps`
         channel = RequestChannel(
-            comm, roles, placement.shards, model.params, len(model.slots), clocks, *self._slots(), values=values
+            comm, roles, replica.shards, model.params, len(model.slots), clocks, *self._slots(), values=values
         )
-        self.replica.channel = self.opened(channel)
+        replica.channel = self.opened(channel)
         serves, counters = comm.rank in roles.servers, self.hyperparameters.counters
         if self.update_norm is not None and len(roles.servers) > 1:
             self.servers = self.opened(comm.split(0 if serves else 1))
-        self.state.parameters = lambda: Flats(self.server.master(), placement.shard.ranges) if serves else None
+        self.state.parameters = lambda: Flats(self.server.master(), replica.shard.ranges) if serves else None
         self.state.before_load(self._forget_moments_of_others)
 
         def load(pairs: Iterable[Sequence[Any]]) -> None:
@@ -155,19 +153,11 @@ class ServerStrategy(Strategy):
         )  # fmt: skip
 
         if self.is_worker:
-            self.worker = self.make_worker()
-        if placement.children:
-            self.server = self.make_server()
-        if placement.colocated:
+            self.worker = self.worker_type(self)
+        if replica.children:
+            self.server = self.server_type(self)
+        if replica.colocated:
             channel.client.on_wait = self.server.serve_waiting
-
-    @abc.abstractmethod
-    def make_worker(self) -> Worker:
-        """Create the object that takes a worker's steps; a single rank has none, and runs the local optimiser."""
-
-    @abc.abstractmethod
-    def make_server(self) -> Server:
-        """Create the object that handles a server's or aggregator's requests."""
 
     def _check_stages(self) -> None:
         """Raise ConfigError where an option does not work with a model in pipeline stages."""
@@ -200,11 +190,11 @@ class ServerStrategy(Strategy):
 
     # --- workers and servers --------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
-        if self.placement.alone:
+        if self.replica.alone:
             outcome = self.gradients.step_alone(update)
             self.replica.clock += outcome.event is None
             return replace(outcome, clock=self.replica.clock)
-        if not self.placement.colocated:
+        if not self.replica.colocated:
             return self.worker.step(update)
         self.server.update = update
         outcome = self.worker.step(update)
@@ -212,25 +202,24 @@ class ServerStrategy(Strategy):
         return replace(outcome, staleness=(*outcome.staleness, *applied))
 
     def pause(self) -> None:
-        if not self.placement.alone:
+        if not self.replica.alone:
             self.worker.pause()
-        if self.placement.colocated:
+        if self.replica.colocated:
             self.server.serve_between_steps()
 
     def drain(self) -> None:
-        if self.placement.colocated:  # a rank in another call can't serve
+        if self.replica.colocated:  # a rank in another call can't serve
             self.pause()
 
     def serve(self, update: Update) -> None:
-        if self.placement.children:
+        if self.replica.children:
             self.server.serve(update)
 
-    # --- common ---------------------------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Return the servers' parameters, and the buffers averaged over the workers."""
         params = [flat.clone() for flat in self.model.params]
         if self.comm.rank in self.roles.servers:
-            copy_all(self.placement.shard.of(params), self.server.master())
+            copy_all(self.replica.shard.of(params), self.server.master())
         broadcast_shards(self.comm, self._shards_of_servers(), params)
         return with_buffers(self, params)
 
@@ -240,10 +229,10 @@ class ServerStrategy(Strategy):
             broadcast_shards(self.comm, self._shards_of_servers(), self.model.params)
             clocks = self.comm.failures.retry_on_failure(partial(self.comm.gather, self.replica.clock))
             servers = self.roles.servers  # an aggregator's parameters are those of the only server
-            self.replica.follow([clocks[p if p in servers else servers[0]] for p in self.placement.parents])
+            self.replica.follow([clocks[p if p in servers else servers[0]] for p in self.replica.parents])
 
     def _shards_of_servers(self) -> list[tuple[int, Shard]]:
-        return [(server, self.placement.shards[server]) for server in self.roles.servers]
+        return [(server, self.replica.shards[server]) for server in self.roles.servers]
 
     def _forget_moments_of_others(self) -> None:
         """Drop the local optimiser's state of parameters that other ranks' optimisers update."""
@@ -251,7 +240,7 @@ class ServerStrategy(Strategy):
         if self.optimizer is None or (self.steps_on_workers and self.is_worker):
             return
         for slot in self.model.slots:
-            if not (serves and self.placement.shard.overlaps(slot.group, slot.start, slot.stop)):
+            if not (serves and self.replica.shard.overlaps(slot.group, slot.start, slot.stop)):
                 self.optimizer.state.pop(slot.tensor, None)
 
 
@@ -259,7 +248,7 @@ class Worker(abc.ABC):
     """Take the steps of a strategy's worker, where there are servers."""
 
     def __init__(self, strategy: ServerStrategy):
-        self.strategy, self.model, self.placement = strategy, strategy.model, strategy.placement
+        self.strategy, self.model = strategy, strategy.model
         self.replica, self.channel = strategy.replica, strategy.replica.channel
         self.client = self.channel.client
 
@@ -281,11 +270,11 @@ class Worker(abc.ABC):
 
         In synchronous strategies the last value is the number of batches without a step, to compare.
         """
-        strategy, rank = self.strategy, self.placement.rank
+        strategy, rank = self.strategy, self.strategy.comm.rank
         values = strategy.hyperparameters.values() if strategy.sends_hyperparameters else []
         if strategy.synchronous:
             values.append(float(self.model.gradients.skipped))
-        clocks = zip(self.placement.parents, self.replica.clocks, strict=True)
+        clocks = zip(self.replica.parents, self.replica.clocks, strict=True)
         # This rank's shard in its model is the newest.
         return {"clocks": [[self.replica.clock if p == rank else clock] for p, clock in clocks], "values": values}
 

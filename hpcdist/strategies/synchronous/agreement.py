@@ -1,4 +1,4 @@
-"""Agree on a step: which parameters have gradients, whether these are finite, and whether all are at the same step."""
+"""Agree on a step: which gradients there are, whether they are finite, whether all ranks are at it, and buffers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import MismatchError
+from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import difference, digests_are_equal
 from hpcdist.strategies.base import Strategy, name_of
-from hpcdist.strategies.synchronous.buffers import ChangingBuffers
+from hpcdist.strategies.common.replicas import warn_differences
 
 CHANGED_DIFFERENTLY = (
     "gradients must be changed alike on all ranks with {strategy}, which averages them in backward(); between that and "
@@ -19,6 +21,8 @@ CHANGED_DIFFERENTLY = (
     "its own, such as tokens, call optimizer.set_batch_weight(count) before its forward pass; set_batch_weight(0) "
     "leaves a rank's batch out."
 )
+_SMALL = 1 << 18  # elements of a buffer whose values are compared: torch counts no changes by its batch norm
+_NEWLY_CHANGED = 1 << 32  # added to the result of `check` on a rank with a changed buffer that is not in `_agreed`
 
 
 class StepAgreement:
@@ -76,3 +80,73 @@ class StepAgreement:
         if int(message[-1]) == 0:
             return self._used[1], {}
         return self._used[1], {rank: names for rank, names in enumerate(comm.gather(list(bad))) if names}
+
+
+class ChangingBuffers:
+    """Finds changed buffers, and sets them on all ranks: to their mean, weighted by samples, or to the first rank's.
+
+    Unchanged buffers (a mask, a table of positions) are never sent. `FlatBuffers.kinds` contains the rule of each
+    buffer: averaged, broadcast or local.
+
+    Messages: one all-reduce of averaged buffers, in float64, and a broadcast of each other changed buffer; one more
+    exchange if the set of changed buffers grows, and at the 1st, 2nd, 4th, 8th... change of a broadcast buffer.
+    """
+
+    def __init__(self, comm: Communicator, model: FlatModel):
+        self._comm, self._model = comm, model
+        self._changed: list[int] = []  # positions of the buffers that the last `check` found changed on this rank
+        self._agreed: list[int] = []  # positions of the buffers that have changed on any rank in any step
+        self._steps = 0  # with changed buffers on any rank
+        buffers = model.flat_buffers
+        self._kinds = [buffers.kinds[slot.group] for slot in buffers.slots]
+        self._common = [position for position, kind in enumerate(self._kinds) if kind in ("mean", "first")]
+        self._note()
+
+    def _note(self) -> None:
+        """Record the buffers as they are now, for `check`: identity, torch's version, and the values of small ones."""
+        tensors = self._model.flat_buffers.tensors()
+        common = [tensors[position] for position in self._common]
+        self._seen = [(id(t), t._version, t.detach().clone() if t.numel() <= _SMALL else None) for t in common]
+
+    def check(self) -> int:
+        """Find changed buffers; return 0 without any, else 1, plus _NEWLY_CHANGED if one has not changed before."""
+        tensors, self._changed = self._model.flat_buffers.tensors(), []
+        for position, (*stamp, values) in zip(self._common, self._seen, strict=True):
+            now = tensors[position]
+            if stamp != [id(now), now._version] or (values is not None and not torch.equal(values, now)):
+                self._changed.append(position)
+        return int(bool(self._changed)) + _NEWLY_CHANGED * (not set(self._changed) <= set(self._agreed))
+
+    def average(self, changes: int) -> None:
+        """Collective. Make the changed buffers equal on all ranks.
+
+        Args:
+            changes: the sum of the results of `check` over the ranks, not 0.
+        """
+        if changes >= _NEWLY_CHANGED:
+            local_changes = [*self._agreed, *self._changed]
+            self._agreed = sorted(set().union(*self._comm.gather(local_changes)))
+        buffers = self._model.flat_buffers
+        buffers.restore(averaged=True)  # after a batch of weight 0
+        flats, tensors = self._model.buffers, buffers.tensors()  # with those that were replaced
+        to_average = [tensors[position] for position in self._agreed if self._kinds[position] == "mean"]
+        if to_average:
+            self._mean(to_average)
+        broadcast = [position for position in self._agreed if self._kinds[position] == "first"]
+        self._steps += 1
+        if broadcast and self._steps & (self._steps - 1) == 0:  # at the 1st, 2nd, 4th, 8th... change
+            counts = self._model.gradients.mean_weight > 0
+            warn_differences(self._comm, buffers, flats, range(self._comm.size), counts)
+        for position in broadcast:
+            slot = buffers.slots[position]
+            self._comm.broadcast(flats[slot.group][slot.start : slot.stop], 0)
+        self._note()
+
+    def _mean(self, tensors: list[Tensor]) -> None:
+        weight = self._model.gradients.mean_weight
+        flat = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
+        flat = flat * weight if weight else torch.zeros_like(flat)  # 0 · NaN is NaN
+        self._comm.allreduce(flat)
+        flat /= self._comm.size
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))

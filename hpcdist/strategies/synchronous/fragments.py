@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hpcdist.compress import Span
+from hpcdist.compress import Span, spans
 from hpcdist.model.flat import FlatModel
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")  # index of a list's member in a parameter's name
@@ -20,21 +22,33 @@ class Fragment:
     """Some of a model's parameters.
 
     Args:
-        chunks: slices of each tensor in `model.params`, ascending; at least one per group.
-        spans: the parameters' spans in each tensor that `take` returns.
-        numbers: the parameters' numbers in the model, in the same order.
+        parts: the parameters' spans in the tensors of `model.params` that have some, by the tensors' numbers.
 
     Attributes:
+        chunks: slices of each tensor in `model.params`, ascending; neighbours' spans are joined.
+        spans: the parameters' spans in each tensor that `take` returns.
+        numbers: the parameters' numbers in the model, in the same order.
         flag_index: `numbers` as an index of a tensor of flags; a slice, which is faster, if they are consecutive.
         contiguous: every group has a single slice, so that `take` returns views.
     """
 
-    def __init__(self, chunks: dict[int, list[slice]], spans: list[list[Span]], numbers: list[int]):
-        self.chunks, self.spans, self.numbers = chunks, spans, numbers
+    def __init__(self, parts: dict[int, list[Span]]):
+        self.numbers = numbers = [span.number for of_group in parts.values() for span in of_group]
+        self.chunks: dict[int, list[slice]] = {}
+        self.spans: list[list[Span]] = []
+        for group, of_group in parts.items():
+            chunks, ends = list[slice](), [0, *accumulate(span.stop - span.start for span in of_group)]
+            for span in of_group:
+                if chunks and chunks[-1].stop == span.start:
+                    chunks[-1] = slice(chunks[-1].start, span.stop)
+                else:
+                    chunks.append(slice(span.start, span.stop))
+            self.chunks[group] = chunks
+            self.spans.append([replace(s, start=a, stop=b) for s, (a, b) in zip(of_group, pairwise(ends), strict=True)])
         run = slice(numbers[0], numbers[0] + len(numbers))
         self.flag_index = run if numbers == list(range(run.start, run.stop)) else numbers
-        self.contiguous = all(len(of_group) == 1 for of_group in chunks.values())
-        self._chunks = [(group, chunk) for group, of_group in chunks.items() for chunk in of_group]
+        self.contiguous = all(len(of_group) == 1 for of_group in self.chunks.values())
+        self._chunks = [(group, chunk) for group, of_group in self.chunks.items() for chunk in of_group]
 
     def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the fragment's elements, a flat tensor for each group; a view if they are contiguous."""
@@ -71,25 +85,11 @@ def split_layers(model: FlatModel, layers: int | None, order: Literal["strided",
     count = max(layer_of, default=0) + 1
     fragments = 1 if layers is None else -(-count // layers)
     index_of = (lambda layer: layer % fragments) if order == "strided" else (lambda layer: layer // (layers or count))
-    parts_of_fragments: list[list[tuple[int, int, int, int, tuple[int, ...]]]] = [[] for _ in range(fragments)]
-    for number, (slot, layer) in enumerate(zip(model.slots, layer_of, strict=True)):
-        parts_of_fragments[index_of(layer)].append((slot.group, slot.start, slot.stop, number, tuple(slot.shape)))
-    return [_fragment(sorted(parts)) for parts in parts_of_fragments if parts]
-
-
-def _fragment(parts: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> Fragment:
-    # Create a fragment of parameters, sorted (group, start, stop, number in the model, shape); join neighbours' slices.
-    chunks: dict[int, list[slice]] = {}
-    spans: dict[int, list[Span]] = {}
-    for number, (group, start, stop, _, shape) in enumerate(parts):
-        of_group, of_spans = chunks.setdefault(group, []), spans.setdefault(group, [])
-        if of_group and of_group[-1].stop == start:
-            of_group[-1] = slice(of_group[-1].start, stop)
-        else:
-            of_group.append(slice(start, stop))
-        offset = of_spans[-1].stop if of_spans else 0
-        of_spans.append(Span(offset, offset + stop - start, shape, number))
-    return Fragment(chunks, list(spans.values()), [number for _, _, _, number, _ in parts])
+    parts: list[dict[int, list[Span]]] = [{} for _ in range(fragments)]
+    for group, of_group in enumerate(spans(model)):
+        for span in of_group:
+            parts[index_of(layer_of[span.number])].setdefault(group, []).append(span)
+    return [Fragment(part) for part in parts if part]
 
 
 def _layers(names: Sequence[str]) -> list[int]:

@@ -15,8 +15,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import groups
-from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update, name_of
 from hpcdist.strategies.synchronous.agreement import StepAgreement
 
 
@@ -43,8 +42,6 @@ class OwnStep(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of strategies that replace the step."""
-
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
 
     config: Config
@@ -56,7 +53,7 @@ class OwnStep(Strategy):
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
-        complex_names = [slot.name for slot in model.slots if slot.dtype.is_complex]
+        complex_names = [slot.name for slot in model.slots if slot.tensor.is_complex()]
         if complex_names:
             raise ConfigError(
                 f"parameters must be real with {name_of(self)}, whose rule is for real ones; got {complex_names[0]!r}, "
@@ -67,8 +64,7 @@ class OwnStep(Strategy):
         self.average = partial(self.calls.all_reduce, op="mean", algorithm=config.algorithm)
         self.agreement = StepAgreement(self)
         if self.optimizer is not None:
-            self._check_kind(type(self.optimizer))
-            self._check_settings(self.optimizer)
+            self.require_optimizer(self.kinds)  # a distributed optimiser will be of another class
 
     # --- methods that a subclass defines --------------------------------------------------------------------------
     @abc.abstractmethod
@@ -79,7 +75,6 @@ class OwnStep(Strategy):
             update: runs the optimiser on the model's gradients; for a class that `runs_optimizer`.
         """
 
-    # --- steps ----------------------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
         self.require_optimizer()
         used, bad = self.agreement(self.model.gradients.collect(), self.gradients.nonfinite())
@@ -104,19 +99,15 @@ class OwnStep(Strategy):
         for hook in list(after.values()):
             hook(optimizer, (), {})
 
-    def require_optimizer(self) -> None:
-        """Raise ConfigError unless there is a supported optimiser."""
-        if self.optimizer is None:
-            self._check_kind(None)
-        else:
-            self._check_settings(self.optimizer)
-
-    def _check_kind(self, kind: type[torch.optim.Optimizer] | None) -> None:
-        if kind is None or (self.kinds and kind not in self.kinds):
+    def require_optimizer(self, kinds: Sequence[type[torch.optim.Optimizer]] = ()) -> None:
+        """Raise ConfigError unless there is an optimiser, of one of `kinds` if any, with supported settings."""
+        optimizer = self.optimizer
+        if optimizer is None or (kinds and type(optimizer) not in kinds):
             raise ConfigError(
                 f"the optimiser of {name_of(self)} must be {self.advice}, whose numbers it reads to make the step "
-                f"itself; got {'none' if kind is None else kind.__name__}. Take that."
+                f"itself; got {'none' if optimizer is None else type(optimizer).__name__}. Take that."
             )
+        self._check_settings(optimizer)
 
     def _check_settings(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -133,13 +124,9 @@ class OwnStep(Strategy):
             f"Take {self.advice}."
         )
 
-    def trained(self, *flats: Sequence[Tensor], used: Sequence[bool] | None = None) -> Iterator[Trained]:
-        """Yield the optimiser's parameters that are used, in the order of `model.slots`, with views of `flats`.
-
-        Args:
-            used: a flag for each parameter; default: whether it has a gradient.
-        """
-        used = self.model.gradients.present() if used is None else used
+    def trained(self, *flats: Sequence[Tensor]) -> Iterator[Trained]:
+        """Yield the optimiser's parameters with a gradient, in the order of `model.slots`, with views of `flats`."""
+        used = self.model.gradients.present()
         for slot, group, is_used in zip(self.model.slots, groups(self.model, self.optimizer), used, strict=True):
             if is_used and group is not None:
                 yield Trained(slot.name, slot.tensor, group, tuple(slot.view(flat) for flat in flats))

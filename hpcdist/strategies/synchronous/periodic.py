@@ -15,8 +15,7 @@ from hpcdist.collectives.calls import Work
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Reshard, first
 from hpcdist.strategies.synchronous.fragments import Fragment, split_layers
 
@@ -47,8 +46,6 @@ class Periodic(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of strategies that communicate once in a period."""
-
         period: int = Field(10, ge=1, description="H: steps between two exchanges of all ranks")
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
         compression: CompressionConfig = Field(
@@ -132,7 +129,6 @@ class Periodic(Strategy):
         """Take a step of the period; by default a local step."""
         return self.gradients.step_alone(update)
 
-    # --- steps ----------------------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
         outcome = self.inner_step(update)
         if self.fragments:
@@ -205,7 +201,6 @@ class Periodic(Strategy):
             elif self.blend < 1:
                 local.mul_(self.blend).add_(x, alpha=1 - self.blend)
 
-    # --- state ----------------------------------------------------------------------------------------------------
     def _declare_in_flight(self, name: str, tensors: Sequence[Tensor], reshard: Reshard) -> list[Tensor]:
         """Declare tensors that are saved while fragments are in flight."""
         return self.state.sharded(name, tensors=tensors, start="any", reshard=reshard, saves=lambda: self.in_flight)

@@ -1,18 +1,15 @@
-"""Shared by all baselines: the interface of a library, a plain training loop, and the command line."""
+"""Shared by all baselines: the interface of a library, and a plain training loop."""
 
 from __future__ import annotations
 
 import abc
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -20,13 +17,10 @@ from hpcdist import session
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config.job import JobConfig, StrategyConfig
 from hpcdist.config.optimizer import optimizers
-from hpcdist.data.loader import Batch, Loader
-from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.faults.reporter import is_reporter
+from hpcdist.data.loader import Loader
+from hpcdist.errors import ConfigError
 from hpcdist.records import StepRecord, Summary, digest
 from hpcdist.session.curves import Curves
-from hpcdist.tools import console
-from hpcdist.train import runs
 from hpcdist.train.evaluate import evaluate_replica
 from hpcdist.train.job import Job, describe_data, open_data, split_samples
 from hpcdist.train.log import Progress, RunLog
@@ -34,9 +28,6 @@ from hpcdist.train.loop import local_device
 from hpcdist.train.numerics import Precision
 from hpcdist.train.resume import Position
 from hpcdist.train.stop_conditions import StopConditions
-
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 
 class Library(abc.ABC):
@@ -165,7 +156,11 @@ class BaselineTrainer:
         plan, batches, done = self._loader.plan, iter(self._loader), 0
         while done < plan.steps and not stop_conditions.ended:
             n_steps, old_samples = min(plan.steps - done, stop_conditions.steps or plan.steps), stop_conditions.samples
-            self._steps(batches, done, n_steps)
+            with self.log.training():
+                for step in range(done, done + n_steps):
+                    x, y = next(batches)
+                    self._step(x.to(self.device), y.to(self.device), plan.weight(step, self.comm.rank))
+                self.comm.barrier()
             done, position.step = done + n_steps, position.step + n_steps
             position.consumed = plan.position(done)
             stop_conditions.check_clock(self.log.train_s, n_steps)
@@ -177,14 +172,6 @@ class BaselineTrainer:
                 self._evaluate()
             if done == plan.steps:
                 self._advance_schedule("epoch", evaluates)
-
-    def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
-        """Collective. Take `count` steps, one per batch; `first` is the number of the first one in the epoch."""
-        with self.log.training():
-            for step in range(first, first + count):
-                x, y = next(batches)
-                self._step(x.to(self.device), y.to(self.device), self._loader.plan.weight(step, self.comm.rank))
-            self.comm.barrier()
 
     def _step(self, x: Tensor, y: Tensor, weight: float) -> None:
         """Take one optimizer step on a batch, and record it; `weight` 0: a padding batch, whose gradient is ignored."""
@@ -263,50 +250,3 @@ def _require_plain(config: JobConfig, name: str) -> None:
     for rule, broken in violations.items():
         if broken:
             raise ConfigError(f"{rule} with {name}, which has a plain training loop; got another. Remove it.")
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-def train(
-    comm: Communicator,
-    library: type[Library],
-    job: Path,
-    config: Path | None = None,
-    overrides: Sequence[str] = (),
-    output: Path | None = None,
-    command: Sequence[str] = (),
-) -> Summary:
-    """Collective. Train a job with a library; return the summary, the same on all ranks.
-
-    Settings are those of `hpcdist train`; the strategy's are ignored.
-
-    Raises:
-        ConfigError: a setting is wrong, or not supported by the library, or the folder holds another run.
-    """
-    job_settings = [setting for setting in overrides if not setting.startswith(("strategy=", "strategy."))]
-    make = partial(BaselineTrainer, library)
-    _, summary = runs.train(comm, job, config, job_settings, output, command=command, make=make)
-    return cast(Summary, summary)  # None if a run leaves early, which a baseline never does
-
-
-def main(library: type[Library]) -> None:
-    """Run the command line of a baseline on this rank; end all ranks with status 1 on failure."""
-
-    def baseline(
-        job: Annotated[Path, typer.Argument(help="Python file that defines `job`.")],
-        output: Annotated[Path, typer.Option(metavar="FOLDER", help="This run's folder.")],
-        config: Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")] = None,
-        overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
-    ) -> None:
-        comm = session.init(run=False)
-        try:
-            summary = train(comm, library, job, config, overrides or [], output, sys.argv)
-        except HpcdistError as error:
-            if comm.size == 1 or is_reporter(comm.rank):
-                console.error(str(error))
-            if comm.size > 1:
-                cast("MpiCommunicator", comm).abort(1)
-            raise typer.Exit(1) from None
-        if comm.rank == 0:
-            console.result(output, summary)
-
-    typer.run(baseline)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.tools.baselines.base import Library, main
+from hpcdist.tools.baselines.base import Library
 from hpcdist.torch_backend.default_group import default_group
 
 
@@ -40,7 +40,3 @@ class TorchDDP(Library):
     def close(self) -> None:
         del self._module  # its reducer must not outlive the group
         self._group.close()
-
-
-if __name__ == "__main__":
-    main(TorchDDP)

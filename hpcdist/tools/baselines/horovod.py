@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.tools.baselines.base import Library, main
+from hpcdist.tools.baselines.base import Library
 
 if TYPE_CHECKING:
     from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -60,7 +60,3 @@ class HorovodOptimizer(Library):
 
     def close(self) -> None:
         self._release()
-
-
-if __name__ == "__main__":
-    main(HorovodOptimizer)

@@ -66,7 +66,7 @@ def report(
     if as_json:
         print(to_json(table.as_data(tables), indent=1, inf_nan_mode="null").decode())
     elif as_csv:
-        table.write_csv(tables, sys.stdout)
+        table.write_csv(table.csv_rows(tables), sys.stdout)
     elif as_latex:
         print(table.as_latex(tables))
     else:

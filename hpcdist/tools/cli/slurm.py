@@ -107,7 +107,6 @@ def submit(
     """
     from hpcdist.tools.slurm import queue, watch
     from hpcdist.tools.slurm.check import examine
-    from hpcdist.tools.slurm.render import render
 
     spec, profile = _load(toml, site, overrides)
     findings = examine(spec, profile)
@@ -115,7 +114,7 @@ def submit(
         console.note(str(finding))
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
-    entry = queue.submit(spec, render(spec, profile).text)
+    entry = queue.submit(spec, profile)
     print(entry.job)
     console.note(f"job {entry.job}: its run goes to {entry.output}, its log to {entry.log}")
     if wait:

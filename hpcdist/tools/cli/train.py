@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,7 @@ def train(
     bind: Annotated[
         bool, typer.Option(help="Bind each rank to separate cores unless the launcher has bound it.")
     ] = True,
+    baseline: Annotated[str | None, typer.Option(hidden=True, help="Train with another library.")] = None,
 ) -> None:
     """Train a job on the ranks that mpirun or srun started. Collective.
 
@@ -50,6 +52,8 @@ def train(
     """
     from hpcdist import session
     from hpcdist.comm.launch import job_end
+    from hpcdist.registry import catalogue
+    from hpcdist.tools.baselines.base import BaselineTrainer
     from hpcdist.train import runs
 
     comm = session.init(bind=bind, run=False)
@@ -68,6 +72,7 @@ def train(
         timeline=timeline,
         allow_changes=allow_changes,
         environment=os.environ,
+        make=runs.Trainer if baseline is None else partial(BaselineTrainer, catalogue("baselines").load(baseline)),
     )
     if summary is None:
         raise typer.Exit(LEFT)

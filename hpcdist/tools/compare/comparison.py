@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,21 +9,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pandas as pd
 from pandas import DataFrame
 
 from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import Summary, load_summary
-from hpcdist.tools import baselines, console, report
+from hpcdist.registry import catalogue
+from hpcdist.tools import console, report
 from hpcdist.tools.compare.experiment import Comparison
 from hpcdist.tools.compare.folder import require_same, write
 from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, mean_metric, plan
 from hpcdist.tools.compare.run_all import ExperimentRuns, Runner, missing
+from hpcdist.tools.compare.trained import is_plain
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.page import sections_of
 from hpcdist.tools.report.results import read_jobs
-from hpcdist.tools.report.table import show, tables, write_csv
+from hpcdist.tools.report.table import csv_rows, show, tables
 from hpcdist.tools.report.verdict import judge
 from hpcdist.tools.report.wording import count
 from hpcdist.tools.statistics import MIN_SEEDS
@@ -76,26 +76,21 @@ class ComparedRuns(ExperimentRuns):
         require_same(folder, experiment)  # last: the error should name a wrong setting first
 
     def _split_runnable(self, groups: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
-        """Return the groups that can run, and for each other group a sentence that says why it can't.
-
-        Raises:
-            ConfigError: a setting is wrong, or a strategy can run on none of the numbers of ranks.
-        """
-        runs = [group.run(self.experiment, seed=0) for group in groups]
-        reasons = [(group, self.trained.refusal(run)) for group, run in zip(groups, runs, strict=True)]
+        """Return the groups that can run, and for each other group a sentence that says why it can't."""
+        reasons = [(group, self.trained.refusal(group.run(self.experiment, seed=0))) for group in groups]
         runnable = [group for group, reason in reasons if reason is None]
         for group, reason in reasons:
             if group.kind == "strategy" and group.name not in {other.name for other in runnable}:
                 raise ConfigError(f"{group.name} must be able to run on one of the numbers of ranks; got: {reason}")
-        skipped = [(f"{group.name} is left out on {count(group.ranks, 'rank')}", why) for group, why in reasons if why]
-        return runnable, [f"{group_text}: {why}" for group_text, why in skipped]
+        left_out = [(group.name, count(group.ranks, "rank"), why) for group, why in reasons if why is not None]
+        return runnable, [f"{name} is left out on {ranks}: {why}" for name, ranks, why in left_out]
 
     def _share_runs(self, runnable: Sequence[ComparedGroup]) -> list[ComparedGroup]:
         """Return the groups; on one rank strategies that equal the plain optimizer share the runs of the first."""
         first_by_rate: dict[float | None, ComparedGroup] = {}  # by the user's learning rate
         shared, sharing = [], []
         for group in runnable:
-            if group.kind == "strategy" and group.ranks == 1 and self.trained.is_plain(group):
+            if group.kind == "strategy" and group.ranks == 1 and not self.trained.reads_strategy and is_plain(group):
                 first = first_by_rate.setdefault(self.experiment.rates.get(group.rate_key), group)
                 sharing += [group.name] * (group is not first)
                 group = replace(first, name=group.name)  # all else of the first, such as its folders
@@ -180,9 +175,7 @@ class ComparedRuns(ExperimentRuns):
     @cached_property
     def table(self) -> DataFrame:
         """Return a row per group, with the columns of `hpcdist report --csv`."""
-        text = io.StringIO()
-        write_csv(tables([self._analysis]), text)
-        return pd.read_csv(io.StringIO(text.getvalue()))
+        return DataFrame(csv_rows(tables([self._analysis])))
 
     @cached_property
     def runs(self) -> DataFrame:
@@ -243,8 +236,7 @@ def _check_options(experiment: Comparison) -> None:
             option = "--strategies NAME:KEY=VALUE" if key == "strategy" else "--seeds"
             raise ConfigError(f"--set and --config must leave {key} to {option}; got it there. Remove it.")
     for baseline in experiment.baselines:
-        if baseline not in baselines.available():
-            raise UnknownNameError("--baselines", baseline, baselines.available())
+        catalogue("baselines").find(baseline)  # raises UnknownNameError
     names = [*experiment.strategies, *experiment.baselines]
     for name in experiment.rates:
         if name not in names:

@@ -83,14 +83,11 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
             raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{tail}")
 
     def _arguments(self, run: PlannedRun, folder: Path) -> list[str]:
-        """Return the arguments of Python that train a run: of `hpcdist train`, or of a baseline's module."""
-        is_training = run.kind != "baseline"  # baselines are other programs
-        program = TRAIN if is_training else ("-m", f"hpcdist.tools.baselines.{run.name}")
-        arguments = [*program, self._job, "--output", str(folder)]
+        """Return the arguments of Python that train a run of a job."""
+        arguments = [*TRAIN, self._job, "--output", str(folder), "--progress", "off"]
+        arguments += ["--baseline", run.name] if run.kind == "baseline" else []
         arguments += [word for setting in run.overrides for word in ("--set", setting)]
-        if is_training:
-            arguments += ["--progress", "off", *(["--resume"] if (folder / "checkpoints").exists() else [])]
-        return arguments
+        return arguments + ["--resume"] * (folder / "checkpoints").exists()
 
     @contextmanager
     def _share(self) -> Iterator[None]:

@@ -13,10 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from hpcdist.errors import RunError
-from hpcdist.records import claimed, load_summary
+from hpcdist.records import load_summary, locked
 from hpcdist.tools import console, report
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import Launcher
@@ -48,7 +52,7 @@ class Runner:
     @contextmanager
     def display(self, title: str, total: int) -> Iterator[None]:
         """Show the progress of `total` runs while the context is open."""
-        with display_runs(title, total) as self._display:
+        with RunsDisplay(title, total) as self._display:
             yield
         self._display = None
 
@@ -84,7 +88,7 @@ class Runner:
         """Execute a run; return whether it succeeded. On failure the run's folder holds the reason."""
         folder, failure = prepare(run, self.output), None
         if self._display is not None:
-            self._display.start(run, folder)
+            self._display.begin(run, folder)
         try:
             self._launcher.run(run, folder)
         except RunError as error:
@@ -104,7 +108,7 @@ def missing(runs: Sequence[PlannedRun], output: Path) -> list[PlannedRun]:
 def prepare(run: PlannedRun, output: Path) -> Path:
     """Create and return the folder of a run before it starts. A partial run that can't be resumed is deleted."""
     folder = output / run.folder
-    if run.kind == "baseline" or not (folder / "checkpoints").exists():
+    if not (folder / "checkpoints").exists():
         shutil.rmtree(folder, ignore_errors=True)
     (folder / FAILURE).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -190,7 +194,7 @@ def run_all(runs: ExperimentRuns, launcher: Launcher, workers: int = 1) -> bool:
     output = runs.folder
     for sentence in runs.skipped:
         console.note(sentence)
-    with claimed(output), interruptible(lambda: f"`hpcdist {runs.experiment.command} --output {output}` resumes it"):
+    with locked(output), interruptible(lambda: f"`hpcdist {runs.experiment.command} --output {output}` resumes it"):
         resumed = (output / COMPARISON).exists()
         console.note(f"resuming in {output}" if resumed else f"new folder: {output}")
         failed = runs.run(Runner(output, launcher, workers))
@@ -217,25 +221,21 @@ def interruptible(resume_hint: Callable[[], str]) -> Iterator[None]:
 
 
 # --- progress display ------------------------------------------------------------------------------------------------
-class RunsDisplay:
-    """Progress of concurrent runs: a live display on a terminal, else a line per finished run. Thread-safe.
+class RunsDisplay(Progress):
+    """Progress of concurrent runs: a live display on a terminal, else a line per finished run. Thread-safe."""
 
-    Args:
-        title: of the runs.
-        total: number of runs.
-        bar: rich's progress bar of all runs, on a terminal.
-    """
-
-    def __init__(self, title: str, total: int, bar: Any = None):
-        self._total, self._done, self._bar = total, 0, bar
-        self._started_s = time.monotonic()
+    def __init__(self, title: str, total: int):
+        columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+        stderr, shows = Console(stderr=True, highlight=False, markup=False), sys.stderr.isatty()
+        left = TextColumn("{task.fields[left]}")
+        self._total, self._done, self._started_s = total, 0, time.monotonic()
         self._running: dict[Path, tuple[PlannedRun, Run]] = {}
-        self._lock = threading.Lock()
-        if bar is not None:
-            self._task = bar.add_task(title, total=total, left="")
+        self._changing = threading.Lock()
+        super().__init__(*columns, left, console=stderr, disable=not shows, refresh_per_second=REFRESHES_S)
+        self._all = self.add_task(title, total=total, left="")
 
-    def start(self, run: PlannedRun, folder: Path) -> None:
-        with self._lock:
+    def begin(self, run: PlannedRun, folder: Path) -> None:
+        with self._changing:
             self._running[folder] = run, Run(folder, follow=True)
 
     def end(self, run: PlannedRun, folder: Path, failure: str | None) -> None:
@@ -245,41 +245,36 @@ class RunsDisplay:
             text = _format_metrics(summary.metrics) + (f" ({summary.stopped_early})" if summary.stopped_early else "")
         else:
             lines = [line for line in failure.splitlines() if line.strip()] or [""]
-            candidates = (  # lines that say why
-                line for line in reversed(lines) if "error" in line.lower() or line.startswith("hpcdist: rank")
-            )
-            text = f"FAILED: {next(candidates, lines[-1])}"
-        with self._lock:
+            reasons = (line for line in reversed(lines) if "error" in line.lower() or line.startswith("hpcdist: rank"))
+            text = f"FAILED: {next(reasons, lines[-1])}"
+        with self._changing:
             del self._running[folder]
             self._done += 1
-            left_text, n_left = "", self._total - self._done
+            left, n_left = "", self._total - self._done
             if n_left > 0:  # estimated from the finished runs: their order is random
-                left_text = f"about {console.duration((time.monotonic() - self._started_s) / self._done * n_left)} left"
+                left = f"about {console.duration((time.monotonic() - self._started_s) / self._done * n_left)} left"
             line = f"{self._done} of {self._total}  {describe(run)}: {text}"
-            if self._bar is None:
-                console.note(f"{line}; {left_text}" if left_text else line)
+            if self.disable:
+                console.note(f"{line}; {left}" if left else line)
                 return
-        self._bar.update(self._task, completed=self._done, left=left_text)
-        self._bar.console.print(console.visible(line), markup=False)  # not under the lock: rich calls `lines` here
+        self.update(self._all, completed=self._done, left=left)
+        self.console.print(console.visible(line), markup=False)  # not under the lock: rich calls `lines` here
 
     def lines(self) -> list[str]:
-        """Read the files of the running runs; return a line for each with its metrics and loss."""
-        with self._lock:
-            running, lines = list(self._running.items()), []
-            for _, (run, run_files) in running[:MAX_LINES]:
+        """Read the files of the running runs; return a line for each: share that is done, metrics, training loss."""
+        with self._changing:
+            running, lines = list(self._running.values()), []
+            for run, run_files in running[:MAX_LINES]:
                 run_files.update()
                 lines.append(_state(run, run_files))
         return lines + [f"and {len(running) - MAX_LINES} more"] * (len(running) > MAX_LINES)
 
-    def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.text import Text
-
-        return Group(self._bar, Text("\n".join(self.lines()), no_wrap=True, overflow="ellipsis"))
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text("\n".join(self.lines()), no_wrap=True, overflow="ellipsis")
 
 
 def _state(run: PlannedRun, read: Run) -> str:
-    """Describe a running run: the share that is done, its metrics, its training loss."""
     metrics: dict[str, float | None] = {}
     limits = [setting.partition("=")[2] for setting in run.overrides if setting.startswith("budget.samples=")]
     progress, limit = "", int(limits[-1]) if limits else None
@@ -289,23 +284,6 @@ def _state(run: PlannedRun, read: Run) -> str:
     metrics["loss"] = read.loss  # training loss, in place of the test loss
     figures = _format_metrics({name: value for name, value in metrics.items() if value is not None})
     return f"{describe(run)}{progress}{figures and f': {figures}'}"
-
-
-@contextmanager
-def display_runs(title: str, total: int) -> Iterator[RunsDisplay]:
-    """Show the progress of `total` runs: live if standard error is a terminal."""
-    if not sys.stderr.isatty():
-        yield RunsDisplay(title, total)
-        return
-    from rich.console import Console
-    from rich.live import Live
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-    stderr = Console(stderr=True, highlight=False, markup=False)
-    display = RunsDisplay(title, total, Progress(*columns, TextColumn("{task.fields[left]}"), console=stderr))
-    with Live(display, console=stderr, refresh_per_second=REFRESHES_S):
-        yield display
 
 
 def describe(run: PlannedRun) -> str:

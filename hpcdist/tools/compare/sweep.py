@@ -68,11 +68,9 @@ class SweptRuns(ExperimentRuns):
 
     def _require_values(self) -> None:
         """Raise ConfigError if a run can't use a value of a setting; the other settings have their first value."""
-        ends = [axis.ends for axis in self._trials.axes]  # of each setting, all listed values or the ends of its range
-        first = [values[0] for values in ends]
-        points = [[*first[:index], value, *first[index + 1 :]] for index, values in enumerate(ends) for value in values]
-        for point in dict.fromkeys(map(tuple, points)):
-            settings = tuple(f"{axis.key}={value}" for axis, value in zip(self._trials.axes, point, strict=True))
+        first = {axis.key: axis.ends[0] for axis in self._trials.axes}  # a listed value, or an end of the range
+        points = [first | {axis.key: value} for axis in self._trials.axes for value in axis.ends]
+        for settings in dict.fromkeys(tuple(f"{key}={value}" for key, value in point.items()) for point in points):
             if reason := self.trained.refusal(self._trials.run(0, 0, settings)):
                 raise ConfigError(reason)
 

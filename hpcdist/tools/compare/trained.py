@@ -13,8 +13,8 @@ from hpcdist.config.job import JobConfig
 from hpcdist.config.merge import load
 from hpcdist.config.optimizer import OWN_RATES, optimizers
 from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.registry import catalogue
 from hpcdist.session.run import arguments_by_name
-from hpcdist.tools import baselines
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, groups
 from hpcdist.tools.compare.script import OF_EVERY_RUN, placeholders
@@ -34,9 +34,11 @@ class TrainedJob:
         first_rate: first learning rate of a search; None: the job's rates are not `optimizer.lr`.
         evaluations: evaluations of a run, the last one included; 0: unknown.
         unknown: one sentence for each check that is skipped for lack of information.
+        reads_strategy: it is passed the strategy's name, and may depend on it.
     """
 
     unknown: Sequence[str] = ()
+    reads_strategy = False
 
     def __init__(self, experiment: Comparison | Sweep):
         self._path = Path(experiment.job)
@@ -60,12 +62,8 @@ class TrainedJob:
             if run.kind == "baseline":
                 if not config.parallel.whole:
                     return "its ranks hold the whole model, but parallel.stages is more than 1."
-                return baselines.load(run.name).why_not()
+                return catalogue("baselines").load(run.name).why_not()
             return _rehearsed(config, run.ranks)
-
-    def is_plain(self, group: ComparedGroup) -> bool:
-        """Return whether the group's strategy equals the plain optimizer on one rank."""
-        return _is_plain(group)
 
     def create_data(self) -> None:
         """Create the job's data file if it is missing, since concurrent runs can't."""
@@ -96,8 +94,9 @@ class TrainedScript:
                 f"before it runs; got {experiment.metric or 'no target'}, {experiment.pruner}. Write --target "
                 "loss=0.1, say."
             )
-        self._placeholders = placeholders(experiment.job, experiment.arguments or ())
-        self._check_placeholders(self._placeholders)
+        names = placeholders(experiment.job, experiment.arguments or ())
+        self.reads_strategy = "strategy" in names
+        self._check_placeholders(names)
         skipped = ", and there are no serial controls" * controls
         self.groups = groups(experiment)
         self.unknown = [f"{experiment.job} sets its batch size and its end: runs are not cut{skipped}"]
@@ -128,10 +127,6 @@ class TrainedScript:
         settings = [text for text in run.overrides if text.startswith("strategy")]
         return _rehearsed(JobConfig.from_mapping(load({}, None, settings)), run.ranks)
 
-    def is_plain(self, group: ComparedGroup) -> bool:
-        """See `TrainedJob.is_plain`; a script that is passed the strategy's name may depend on it."""
-        return _is_plain(group) and "strategy" not in self._placeholders
-
     def create_data(self) -> None:
         """Do nothing: the script creates its data."""
 
@@ -147,7 +142,7 @@ def _rehearsed(config: JobConfig, ranks: int) -> str | None:
     return None
 
 
-def _is_plain(group: ComparedGroup) -> bool:
+def is_plain(group: ComparedGroup) -> bool:
     """Return whether the group's strategy is known to take the plain optimizer's steps on one rank."""
     options = load({}, None, group.settings)["strategy"]
     name = options if isinstance(options, str) else options["name"]

@@ -26,15 +26,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.config.files import neighbours
 from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError, DataError, HpcdistError, require_packages
-from hpcdist.records import (
-    Summary,
-    drop_partial_line,
-    load_summary,
-    locked,
-    making,
-    read_bounded,
-    read_evaluations,
-)
+from hpcdist.records import Summary, drop_partial_line, load_summary, locked, making, read_bounded, read_evaluations
 from hpcdist.records.files import Count, faults_of
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.experiment import Comparison, Sweep
@@ -127,7 +119,7 @@ class Trials:
             if frozen.state == optuna.trial.TrialState.WAITING:
                 # study.ask() would start the first waiting trial, not this one.
                 study._storage.set_trial_state_values(frozen._trial_id, optuna.trial.TrialState.RUNNING)
-            elif frozen.state.is_finished() or len(frozen.params) == len(self.axes):
+            elif frozen.state.is_finished():
                 return self._trial(frozen).texts
             trial = optuna.Trial(study, frozen._trial_id)
             for axis in self.axes:
@@ -190,13 +182,12 @@ class Trials:
 
         sampler_class = optuna.samplers.TPESampler if self.sweep.sampler == "tpe" else optuna.samplers.RandomSampler
         study = optuna.load_study(study_name=STUDY, storage=self._journal, sampler=sampler_class(seed=number))
-        first_judged: int = study.user_attrs["first"]
-        if self.sweep.pruner == "asha":
-            study.pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=first_judged, reduction_factor=ETA)
-        elif self.sweep.pruner == "median":
-            study.pruner = optuna.pruners.MedianPruner(n_warmup_steps=first_judged)
-        else:
-            study.pruner = optuna.pruners.NopPruner()
+        first: int = study.user_attrs["first"]
+        study.pruner = {
+            "asha": optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=ETA),
+            "median": optuna.pruners.MedianPruner(n_warmup_steps=first),
+            "none": optuna.pruners.NopPruner(),
+        }[self.sweep.pruner]
         return study
 
     def _report_finished(self, study: optuna.Study) -> None:

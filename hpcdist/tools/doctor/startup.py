@@ -53,12 +53,8 @@ def check(
 ) -> Result:
     """Collective. Find absent members, and pairs of present members that can't reach each other.
 
-    Args:
-        transport: connects members 0 to size − 1. `exchange` returns the texts of all members that reached member 0 in
-            time (on an unreachable member only its text); the other members wait twice as long for the reply.
-            `unreachable` returns the pairs that failed from this member.
-        introduction: this member's description for the others.
-        pairs: returns the pairs to try, from the introductions.
+    `exchange` returns the texts of all members that reached member 0 in time (on an unreachable member only its text);
+    the other members wait twice as long for the reply. `pairs` returns the pairs to try, from all introductions.
     """
     arrived = transport.exchange(introduction, transport.answer_s, range(transport.size))
     if 0 not in arrived:
@@ -115,11 +111,9 @@ def check_nodes(environ: Mapping[str, str], names: Sequence[str]) -> Result:
 
 
 class Tcp:
-    """Connections between the nodes of a step, which all listen on the same port.
+    """Connections between the nodes of a step, which all listen on the same port, as other programs may.
 
-    Args:
-        first: host name of the first node.
-        step: identifies the step; other programs may connect to the port, too.
+    `first`: host name of the first node.
     """
 
     def __init__(self, listener: socket.socket, first: str, step: str, rank: int, size: int):
@@ -130,20 +124,16 @@ class Tcp:
 
     def exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
         """Collective. Return texts by node (only this one if the first is absent); an empty one becomes an address."""
-        self._texts = self._exchange(text, limit_s, members)
-        return self._texts
-
-    def _exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
-        """Collect all texts on the first node; on another node, send this text there and return the reply."""
+        self._texts = {self.rank: text}
         if self.rank == 0:
-            return self._collect(text, limit_s, members)
-        try:
-            with self._reach_first(limit_s) as connection, connection.makefile("rw") as stream:
-                connection.settimeout(2 * limit_s)
+            self._texts = self._collect(text, limit_s, members)
+            return self._texts
+        with suppress(OSError, ValueError), self._reach_first(limit_s) as connection:
+            connection.settimeout(2 * limit_s)
+            with connection.makefile("rw") as stream:
                 _write(stream, [self._step, self.rank, text])
-                return {int(node): other_text for node, other_text in json.loads(stream.readline()).items()}
-        except (OSError, ValueError):
-            return {self.rank: text}
+                self._texts = {int(node): other_text for node, other_text in json.loads(stream.readline()).items()}
+        return self._texts
 
     def _collect(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
         """Read the texts of the nodes that connect in time, then send all texts to each of them."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import groupby, product
 from statistics import fmean
 from typing import Any
 
-from pandas import DataFrame, Series, concat
+from pandas import DataFrame, concat
 
 from hpcdist.tools.report.results import JobRuns, RunResult
 from hpcdist.tools.report.wording import ROUNDING, is_share
@@ -29,7 +29,6 @@ from hpcdist.tools.statistics import (
 
 SIGNIFICANT = 0.05  # after Holm's correction
 KINDS = ("strategy", "baseline", "serial")
-CELL = ["name", "kind", "ranks", "virtual"]  # columns that define a group
 Seed = tuple[int, int]  # and a counter for repeated seeds
 
 
@@ -38,7 +37,7 @@ class RunGroup:
     """Runs with the same name and number of ranks, and different seeds. `group["wall_s"]` has each run's value.
 
     Attributes:
-        frame: a row per finished run.
+        rows: `JobRuns.row` of each run; all groups have the same columns.
     """
 
     name: str
@@ -47,7 +46,7 @@ class RunGroup:
     virtual: bool
     job: JobRuns
     runs: Sequence[RunResult]
-    frame: DataFrame
+    rows: Sequence[Mapping[str, Any]]
 
     def __getitem__(self, column: str) -> dict[Seed, float]:
         """Return the finite values of a column of `read_runs`, by seed."""
@@ -60,7 +59,7 @@ class RunGroup:
 
     def values(self, column: str) -> list[Any]:
         """Return the column's value of each finished run; None if it has none."""
-        return self.frame[column].tolist() if column in self.frame else [None] * len(self.frame)
+        return [row.get(column) for row in self.rows if row["failure"] is None]
 
     def mean(self, column: str) -> Interval | None:
         """Return the mean of a column with its confidence interval, clipped to possible values; None without values."""
@@ -259,14 +258,9 @@ class ScalingRow:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All statistics of a job's runs.
-
-    Attributes:
-        frame: a row per run, sorted by group; runs without a result last.
-    """
+    """All statistics of a job's runs."""
 
     job: JobRuns
-    frame: DataFrame
     groups: Sequence[RunGroup]
     contrasts: Sequence[Contrast]
     scaling: Sequence[ScalingRow]
@@ -283,26 +277,25 @@ class Analysis:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Return a dict per run, with the bytes sent until the target, which needs the records of all steps."""
-        frame, runs = self.frame, [result for group in self.groups for result in group.runs]
-        if self.job.target is not None:
-            sent = [self.job.bytes_to_target(result) if result.run.ended else None for result in runs]
-            frame = frame.assign(bytes_to_target=Series(sent, frame.index, dtype=object))
-        return frame.to_dict("records")
+        pairs = [pair for group in self.groups for pair in zip(group.runs, group.rows, strict=True)]
+        if self.job.target is None:
+            return [{**row} for _, row in pairs]
+        sent = [self.job.bytes_to_target(result) if result.run.ended else None for result, _ in pairs]
+        return [{**row, "bytes_to_target": n_bytes} for (_, row), n_bytes in zip(pairs, sent)]
 
 
 def analyse(job: JobRuns) -> Analysis:
     """Compute the statistics of a job's runs."""
     kinds = [*KINDS, *{result.kind for result in job.runs}]  # sort order: also of kinds that a study adds
     runs = sorted(job.runs, key=lambda r: (r.ranks, kinds.index(r.kind), r.name, r.virtual, not r.run.ended))
-    rows = [job.row(result) for result in runs]
-    keys = dict.fromkeys(key for row in rows for key in row)
-    frame = DataFrame([[row.get(key) for key in keys] for row in rows], columns=list(keys), dtype=object)
+    rows = [(result, job.row(result)) for result in runs]
+    columns = dict.fromkeys(column for _, row in rows for column in row)
     groups = []
-    for _, of_group in frame.groupby(CELL, sort=False):
-        members, ended = [runs[number] for number in of_group.index], of_group[of_group["failure"].isna()]
-        result = members[0]
-        groups.append(RunGroup(result.name, result.kind, result.ranks, result.virtual, job, members, ended))
-    return Analysis(job, frame, groups, _contrasts(job, groups), _scaling(groups))
+    for _, pairs in groupby(rows, lambda pair: pair[0].cell):
+        members, of_group = zip(*pairs)
+        name, kind, ranks, virtual = members[0].cell
+        groups.append(RunGroup(name, kind, ranks, virtual, job, members, [columns | row for row in of_group]))
+    return Analysis(job, groups, _contrasts(job, groups), _scaling(groups))
 
 
 # --- against the reference --------------------------------------------------------------------------------------------

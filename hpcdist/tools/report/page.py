@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from html import escape
 from multiprocessing import get_context
@@ -24,7 +23,7 @@ from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.methods import methods
 from hpcdist.tools.report.results import JobRuns, Progress, read_jobs
-from hpcdist.tools.report.table import as_value, criteria_of
+from hpcdist.tools.report.table import as_value, criteria_of, write_csv
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.version import __version__
 
@@ -98,22 +97,37 @@ def _page(jobs: Sequence[Analysis], title: str, output: Path, progress: Progress
     drawn = _write_figures(output, [section for part in parts for section in part["sections"]], progress)
     rows = [row for analysis in jobs for row in analysis.rows]
     with open(output / "runs.csv", "w", newline="", encoding="utf-8") as csv_file:
-        writer = csv.DictWriter(csv_file, list(dict.fromkeys(key for row in rows for key in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+        write_csv(rows, csv_file, "\r\n")
     numbers_by_job = [numbers(analysis, part["verdict"]) | part["numbers"] for analysis, part in zip(jobs, parts)]
     content = {"version": VERSION, "jobs": numbers_by_job}
     (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
     name = jobs[0].job.title
     name = Path(name).name if name.endswith(".py") else name
-    return _render(f"{parts[0]['question']} {name}" if len(jobs) == 1 else f"Runs in {title}", parts=parts, drawn=drawn)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # Names in backquotes are code.
+    environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
+    environment.tests["number"] = lambda text: re.match(r"[−+<\d–]", text) is not None
+    return environment.get_template(TEMPLATE).render(
+        title=f"{parts[0]['question']} {name}" if len(jobs) == 1 else f"Runs in {title}",
+        parts=parts,
+        drawn=drawn,
+        shown_reasons=SHOWN_REASONS,
+        shown_rows=SHOWN_ROWS,
+        written=now(),
+        version=__version__,
+    )
 
 
 def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
     """Draw the part of the page about a job; return its variables for the template, and its `numbers` for JSON.
 
-    Args:
-        prefix: of the names of sections and figures, which must be unique in the page.
+    `prefix` makes the names of sections and figures unique in the page.
     """
     job = analysis.job
     if job.is_sweep:
@@ -121,21 +135,24 @@ def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
         from hpcdist.tools.report.sweep_page import facts_of_sweep, sections_of_sweep
 
         swept = read_sweep(cast(Path, job.comparison))
-        part: dict[str, Any] = {
-            "question": "Which settings?",
-            "facts": facts_of_sweep(swept),
-            "verdict": judge_sweep(swept),
-        }
-        part |= {"sections": sections_of_sweep(swept), "numbers": {"sweep": swept}}
+        question, facts, verdict = "Which settings?", facts_of_sweep(swept), judge_sweep(swept)
+        sections, of_sweep = sections_of_sweep(swept), {"sweep": swept}
     else:
-        part = {"question": "Which strategy?", "facts": _facts(job), "verdict": judge(analysis)}
-        part |= {"sections": sections_of(analysis), "numbers": {}}
-    part["sections"] = [item.prefixed(prefix) for item in part["sections"]]
-    part["methods"] = text = methods(analysis)
-    part["numbers"] |= {"methods": text}
-    virtual = {item.virtual for item in job.runs}
-    part["virtual"] = "" if True not in virtual else "some" if False in virtual else "all"
-    return part | {"name": job.section, "runs": len(job.runs), "prefix": prefix}
+        question, facts, verdict = "Which strategy?", _facts(job), judge(analysis)
+        sections, of_sweep = sections_of(analysis), {}
+    text, virtual = methods(analysis), {item.virtual for item in job.runs}
+    return {
+        "question": question,
+        "facts": facts,
+        "verdict": verdict,
+        "sections": [section.prefixed(prefix) for section in sections],
+        "methods": text,
+        "numbers": {**of_sweep, "methods": text},
+        "virtual": "" if True not in virtual else "some" if False in virtual else "all",
+        "name": job.section,
+        "runs": len(job.runs),
+        "prefix": prefix,
+    }
 
 
 def _write_figures(output: Path, sections: Sequence[Section], progress: Progress) -> dict[str, str]:
@@ -192,34 +209,6 @@ def sections_of(analysis: Analysis) -> list[Section]:
         if parts:
             sections.append(Section(name, getattr(plugin, "TITLE", name), figures, tables, notes))
     return sections
-
-
-def _render(title: str, *, parts: Sequence[Mapping[str, Any]], drawn: Mapping[str, str]) -> str:
-    """Render the page.
-
-    Args:
-        parts: results of `_part`.
-        drawn: SVG elements of the figures, by name.
-    """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # Names in backquotes are code.
-    environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
-    environment.tests["number"] = lambda text: re.match(r"[−+<\d–]", text) is not None
-    return environment.get_template(TEMPLATE).render(
-        title=title,
-        parts=parts,
-        drawn=drawn,
-        shown_reasons=SHOWN_REASONS,
-        shown_rows=SHOWN_ROWS,
-        written=now(),
-        version=__version__,
-    )
 
 
 def _facts(job: JobRuns) -> dict[str, str]:

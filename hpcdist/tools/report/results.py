@@ -18,7 +18,6 @@ from hpcdist.config.merge import differing
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Evaluation
 from hpcdist.tools.runs import COMPARISON, SWEEP, Run, Steps, find_runs, read_comparison
-from hpcdist.tools.statistics import first_reaching
 
 POINTS = 60  # of a loss curve
 PARTS = ("computing", "communicating", "waiting")  # of a rank's time
@@ -60,6 +59,11 @@ class RunResult:
     ranks: int
     seed: int
     virtual: bool
+
+    @property
+    def cell(self) -> tuple[str, str, int, bool]:
+        """Return what the runs of a group share."""
+        return self.name, self.kind, self.ranks, self.virtual
 
     @cached_property
     def curves(self) -> RunCurves:
@@ -113,8 +117,10 @@ class JobRuns:
 
     def reached(self, result: RunResult) -> Evaluation | None:
         """Return the run's first evaluation that met the target; None if none did."""
-        moments = ((moment, moment.metrics.get(self.metric, math.nan)) for moment in result.run.evaluations)
-        return None if self.target is None else first_reaching(moments, self.target, self.higher_is_better)
+        if self.target is None:
+            return None
+        sign, moments = 1 if self.higher_is_better else -1, result.run.evaluations
+        return next((m for m in moments if sign * m.metrics.get(self.metric, math.nan) >= sign * self.target), None)
 
     def bytes_to_target(self, result: RunResult) -> float | None:
         """Return the bytes sent and fetched by all ranks until the target was reached."""
@@ -176,7 +182,9 @@ def read_jobs(
     for comparison in sorted(groups, key=lambda folder: str(folder or "")):
         plan = None if comparison is None else read_comparison(comparison)
         if comparison is None or plan is None:
-            jobs += _single_runs(groups[comparison], ", ".join(map(str, folders)), progress)
+            single = [_run(folder) for folder in progress(groups[comparison], READING)]
+            title = ", ".join(map(str, folders))
+            jobs += [_job_of_single_runs(job, title, runs) for job, runs in _by_job(single).items()]
         elif only is None or groups[comparison]:
             jobs.append(_comparison(comparison, plan, only, progress))
     if not any(result.run.ended or job.comparison for job in jobs for result in job.runs):
@@ -233,11 +241,6 @@ def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | 
             f"{folder / COMPARISON} must be written by `hpcdist compare`; got {type(error).__name__}: {error}. Run it "
             "again."
         ) from None
-
-
-def _single_runs(folders: Sequence[Path], title: str, progress: Progress) -> list[JobRuns]:
-    results = [_run(folder) for folder in progress(folders, READING)]
-    return [_job_of_single_runs(job, title, runs) for job, runs in _by_job(results).items()]
 
 
 def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:

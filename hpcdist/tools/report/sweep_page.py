@@ -26,29 +26,22 @@ def facts_of_sweep(swept: SweptSettings) -> dict[str, str]:
 
 def sections_of_sweep(swept: SweptSettings) -> list[Section]:
     """Draw the sections: the complete trials, which settings matter, and the other trials."""
-    figures = (
-        [_metric_over_setting(swept, number, axis) for number, axis in enumerate(swept.space, 1)]
-        if swept.complete
-        else []
-    )
-    parallel = [_parallel(swept)] if len(swept.space) > 1 and swept.complete else []
-    shares = [[key, f"{100 * share:.0f} %"] for key, share in swept.importance.items()]
-    remark = (
-        "Importance is the share of the variance between complete trials that a setting alone explains (fANOVA, Hutter "
-        f"et al. 2014). It needs Optuna and {LEAST} or more complete trials."
-    )
-    importance = [ReportTable("Importance", ["setting", "share"], shares)] if shares else []
-    others = [_row(swept, trial) for trial in swept.trials if trial.state != "complete" and trial.settings]
     sections = [Section("answer", "The best first", {}, [_table(swept)], [])]
-    if figures:
-        title = "Which settings matter"
-        sections.append(Section("settings", title, {None: [*figures, *parallel]}, importance, [remark]))
-    if others:
+    if swept.complete:
+        figures = [_metric_over_setting(swept, number, axis) for number, axis in enumerate(swept.space, 1)]
+        figures += [_parallel(swept)] if len(swept.space) > 1 else []
+        shares = [[key, f"{100 * share:.0f} %"] for key, share in swept.importance.items()]
+        importance = [ReportTable("Importance", ["setting", "share"], shares)] if shares else []
+        remark = (
+            "Importance is the share of the variance between complete trials that a setting alone explains (fANOVA, "
+            f"Hutter et al. 2014). It needs Optuna and {LEAST} or more complete trials."
+        )
+        sections.append(Section("settings", "Which settings matter", {None: figures}, importance, [remark]))
+    if others := [_row(swept, trial) for trial in swept.trials if trial.state != "complete" and trial.settings]:
         heads = ["trial", "state", *(axis.key for axis in swept.space), "samples", f"last {swept.metric}"]
         note = f"Runs that `{swept.pruner}` cut show the metric of their last evaluation."
-        sections.append(
-            Section("others", "Trials that were cut, or failed", {}, [ReportTable("Trials", heads, others)], [note])
-        )
+        table = ReportTable("Trials", heads, others)
+        sections.append(Section("others", "Trials that were cut, or failed", {}, [table], [note]))
     return sections
 
 
@@ -109,13 +102,10 @@ def _parallel(swept: SweptSettings) -> ReportFigure:
         y.append((trial.measured - low) / (high - low) if high > low else 0.5)
         style: Any = {"color": COLOURS[1], "linewidth": 2.4} if place == 0 else {"color": COLOURS[0], "alpha": 0.45}
         axes.plot(range(len(y)), y, **style)
-    names = [*(_labelled(axis) for axis in swept.space), f"{swept.metric}\n{low:.4g} to {high:.4g}"]
+    ends = [(axis.values or (f"{axis.low:.4g}", f"{axis.high:.4g}")) for axis in swept.space]
+    names = [f"{axis.key}\n{values[0]} to {values[-1]}{', log' * axis.log}" for axis, values in zip(swept.space, ends)]
+    names.append(f"{swept.metric}\n{low:.4g} to {high:.4g}")
     axes.set_xticks(range(len(names)), names, fontsize=9)
     axes.set_yticks([0, 1], ["low", "high"])
     alt_text = [f"{described(complete[0])}: the best".replace("`", "")]
     return ReportFigure("parallel", "Settings and metric of each complete trial; the best stands out", alt_text, figure)
-
-
-def _labelled(axis: Axis) -> str:
-    ends = (axis.values[0], axis.values[-1]) if axis.values else (f"{axis.low:.4g}", f"{axis.high:.4g}")
-    return f"{axis.key}\n{ends[0]} to {ends[1]}{', log' if axis.log else ''}"

@@ -146,8 +146,8 @@ def as_value(value: object, name: str = "") -> object:
     return {mean: value.mean, "low": value.low, "high": value.high}
 
 
-def write_csv(job_tables: Sequence[JobTable], file: TextIO) -> None:
-    """Write one CSV table of all jobs; a mean has three columns: NAME, NAME.low and NAME.high."""
+def csv_rows(job_tables: Sequence[JobTable]) -> list[dict[str, Any]]:
+    """Return the rows of all jobs for one CSV table; a mean has three columns: NAME, NAME.low and NAME.high."""
     rows: list[dict[str, Any]] = []
     for table in job_tables:
         for row in table.rows:
@@ -156,7 +156,13 @@ def write_csv(job_tables: Sequence[JobTable], file: TextIO) -> None:
                 rows[-1][name] = mean_of(value)
                 if isinstance(value, Interval):
                     rows[-1] |= {f"{name}.low": value.low, f"{name}.high": value.high}
-    writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    return rows
+
+
+def write_csv(rows: Sequence[Mapping[str, Any]], file: TextIO, lineterminator: str = "\n") -> None:
+    writer = csv.DictWriter(
+        file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator=lineterminator
+    )
     writer.writeheader()
     writer.writerows(rows)
 
@@ -165,14 +171,11 @@ def mean_of(value: Any) -> Any:
     return value.mean if isinstance(value, Interval) else value
 
 
-def _head(name: str) -> str:
-    """Break a column's name into lines, except names of metrics and settings, which belong to the user."""
-    return _short(name) if "." in name else name.replace("_per_", "\n/").replace("_", "\n")
-
-
 def _heads(table: JobTable) -> dict[str, str]:
     """Return the heads of a table's columns; the time's has the target, and says which mean it is."""
-    job, heads = table.analysis.job, {name: _head(name) for name in table.rows[0]}
+    job = table.analysis.job
+    # Names of metrics and settings belong to the user; others are broken into lines.
+    heads = {n: _short(n) if "." in n else n.replace("_per_", "\n/").replace("_", "\n") for n in table.rows[0]}
     if job.target is not None:
         mean = ",\ngeometric mean" if any(len(group.seconds_to_target) > 1 for group in table.analysis.groups) else ""
         heads["time_to_target_s"] = f"seconds\nto {job.target:g}{mean}"
@@ -193,10 +196,14 @@ def _title(analysis: Analysis) -> str:
 # --- the columns of a job ---------------------------------------------------------------------------------------------
 def _rows(analysis: Analysis) -> list[dict[str, Entry]]:
     """Return a dict per group with all columns, the most important first."""
-    groups, frame = analysis.groups, analysis.frame[analysis.frame["failure"].isna()]
-    numbers = [key for key in frame if key != "seed" and frame[key].dropna().map(type).isin((int, float)).all()]
+    groups = analysis.groups
+    ended = [row for group in groups for row in group.rows if row["failure"] is None]
+    columns = list(ended[0]) if ended else []
+    numbers = [
+        key for key in columns if key != "seed" and all(type(row[key]) in (int, float, type(None)) for row in ended)
+    ]
     base = _speedup_base(groups)
-    rows = [_row(group, frame if len(frame) else (), numbers, base) for group in groups]
+    rows = [_row(group, columns, numbers, base) for group in groups]
     columns = list(rows[0]) if rows else []
     metrics = [name for name in columns if name.startswith("metric.") and name != "metric.loss"]
     metrics.sort(key=lambda name: name != f"metric.{analysis.job.metric}")

@@ -89,15 +89,11 @@ def on_cluster(experiment: E, cluster: ClusterConfig, output: Path) -> E:
         step_samples = config.batch_size * config.accumulation
         cluster.steps(lambda given_s: given_s or 1.0).check(experiment.max_ranks)
         described = {**cluster.model_dump(), "samples": step_samples}
-        step_s: dict[str, float] = {}
-        # Of an existing simulation in the folder.
-        stored = (read(output) or {}).get("virtual") or {}
+        stored = (read(output) or {}).get("virtual") or {}  # of an existing simulation in the folder
         if MEASURED in cluster.compute and described.items() <= stored.items():
-            step_s = stored["step_s"]
-        elif MEASURED in cluster.compute:
-            stages = config.parallel.stages
-            sizes = {step_samples}  # and those of serial controls, with the batch of all replicas
-            if isinstance(experiment, Comparison) and experiment.controls:
-                sizes |= {step_samples * max(1, ranks // stages) for ranks in experiment.ranks}
-            step_s = {str(size): float(f"{measure_step(job, config, size):.3g}") for size in sorted(sizes)}
+            return replace(experiment, virtual={**described, "step_s": stored["step_s"]})
+        sizes = {step_samples} if MEASURED in cluster.compute else set()
+        if sizes and isinstance(experiment, Comparison) and experiment.controls:  # with the batch of all replicas
+            sizes |= {step_samples * max(1, ranks // config.parallel.stages) for ranks in experiment.ranks}
+        step_s = {str(size): float(f"{measure_step(job, config, size):.3g}") for size in sorted(sizes)}
     return replace(experiment, virtual={**described, "step_s": step_s})

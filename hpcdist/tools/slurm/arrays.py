@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError
-from hpcdist.records import claimed
+from hpcdist.records import locked
 from hpcdist.tools import console
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import LAST_LINES
@@ -17,7 +17,6 @@ from hpcdist.tools.compare.run_all import ExperimentRuns, missing, prepare
 from hpcdist.tools.runs import FAILURE, is_done, last_lines
 from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.check import examine
-from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
 from hpcdist.tools.slurm.state import FORGOTTEN, State, describe
 
@@ -35,16 +34,7 @@ def specify(
 ) -> list[JobSpec]:
     """Return the specifications of the arrays, one per number of ranks: all tasks of an array have the same size.
 
-    Ranks are on one node, or on several by `ranks_per_node`.
-
-    Args:
-        output: the folder of the comparison or the sweep.
-        site: profile of the cluster.
-        overrides: settings of the jobs, as for `hpcdist slurm submit --set`.
-        at_once: maximal number of concurrent tasks of each array; None: all.
-
-    Raises:
-        ConfigError: a setting is wrong, or the comparison has runs that can't be in an array.
+    Ranks are on one node, or on several by `ranks_per_node`. `overrides` are settings of the jobs.
     """
     if isinstance(experiment, Comparison) and experiment.tune:
         raise ConfigError(
@@ -101,13 +91,13 @@ def submit_missing(
         console.note(sentence)
     if any(finding.level == "error" for finding in findings):
         return True
-    with claimed(output):
+    with locked(output):
         experiment_runs.write()
         experiment_runs.trained.create_data()
         for run in remaining:
             prepare(run, output)
         for spec in specs:
-            entry = queue.submit(spec, render(spec, profile).text)
+            entry = queue.submit(spec, profile)
             history.append(entry, output)  # read by `pending`
             print(entry.job)
             console.note(f"job {entry.job}: runs on {spec.size} ranks: {entry.cases}; their logs go to {entry.log}")
@@ -129,7 +119,7 @@ def show(experiment_runs: ExperimentRuns, waiting: Mapping[Path, State]) -> bool
     )
     failed = [run for run in remaining if (output / run.folder / FAILURE).exists()]
     if len(remaining) < len(planned):
-        with claimed(output):
+        with locked(output):
             experiment_runs.write()  # new results of a sweep
         experiment_runs.show(failed)
     return bool(failed)
@@ -139,7 +129,6 @@ def pending(output: Path) -> dict[Path, State]:
     """Return the states of the waiting and running tasks, by the folders of their runs.
 
     For a task that ended without a result, the reason is written to its run's folder, as for runs on this machine.
-    Raises QueueError if a run has no result yet and Slurm can't be queried.
     """
     tasks = {}  # entry and task number by folder; a later entry is a resubmission
     for entry in history.read(output):

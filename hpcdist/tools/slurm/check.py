@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.config.merge import load
-from hpcdist.errors import ConfigError, HpcdistError
+from hpcdist.errors import HpcdistError
 from hpcdist.registry import catalogue
 from hpcdist.tools.slurm import limits
-from hpcdist.tools.slurm.limits import Problem, counted, error, warning
+from hpcdist.tools.slurm.limits import Problem, error, warning
 from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import ON_GPUS, JobSpec, Site, folder
 
@@ -164,26 +164,16 @@ def _output(spec: JobSpec, site: Site) -> Problems:
         )
 
 
-def _strategy(spec: JobSpec, site: Site) -> Problems:
-    if not spec.command and not _files_exist(spec):  # otherwise `_settings` checks the strategy, too
-        try:
-            catalogue("strategies").find(_strategy_name(spec))
-        except ConfigError as failure:
-            yield error(str(failure))
+def _ranks(spec: JobSpec, site: Site) -> Problems:
     if spec.job and spec.size == 1 and not spec.folders:  # runs of a comparison may be on one rank
         yield warning("nodes or ranks_per_node must be more than 1 to distribute anything; got one rank. Raise one.")
 
 
 def _servers(spec: JobSpec, site: Site) -> Problems:
-    """Compare the number of servers with the ranks, and with the nodes that are to hold servers."""
+    """Compare the number of servers with the nodes that are to hold servers."""
     if spec.shape != "parameter_server":
         return
-    if spec.size <= spec.servers:
-        yield error(
-            f"servers must leave at least one rank as a worker; got {spec.servers} on {counted(spec.size, 'rank')}. "
-            "Raise nodes or ranks_per_node."
-        )
-    elif spec.servers_on == "one_per_node" and spec.servers > spec.nodes:
+    if spec.servers_on == "one_per_node" and spec.servers > spec.nodes:
         yield warning(
             f"servers must be at most nodes, {spec.nodes}, to have one each; got {spec.servers}. Some would share one."
         )
@@ -295,8 +285,7 @@ def _config_errors(spec: JobSpec, case: list[str]) -> Problems:
             Path(str(spec.job)), Path(spec.config) if spec.config else None, [*spec.run_settings, *case]
         )
         check_path(job, config)
-        if spec.shape != "parameter_server" or spec.size > spec.servers:  # otherwise reported by `_servers`
-            rehearse(config, spec.size, spec.ranks_per_node)
+        rehearse(config, spec.size, spec.ranks_per_node)
     except HpcdistError as failure:
         for line in str(failure).splitlines():
             yield error(line)
@@ -312,7 +301,7 @@ def _files_exist(spec: JobSpec) -> bool:
 
 
 RULES: tuple[Callable[[JobSpec, Site], Problems], ...] = (
-    _time, _directives, _paths, _command, _output, _strategy, _servers, _stages, _gpus, _cores, _checkpointing,
+    _time, _directives, _paths, _command, _output, _ranks, _servers, _stages, _gpus, _cores, _checkpointing,
     _study, _settings,
 )  # fmt: skip
 
@@ -326,7 +315,7 @@ def _contract(name: str) -> Contract | None:
     try:
         return catalogue("strategies").load(name).contract
     except HpcdistError:
-        return None  # reported by `_strategy` or `_settings`
+        return None  # reported by `_settings`
 
 
 def _run(spec: JobSpec) -> dict[str, Any]:

@@ -136,10 +136,7 @@ class JobSpec(Settings):
 
 
 def load_spec(toml: Path | None = None, overrides: Sequence[str] = (), **defaults: Any) -> JobSpec:
-    """Load a job from `defaults`, a TOML file and `key=value` overrides, of which the last wins.
-
-    Raises ConfigError if the file or a setting is wrong.
-    """
+    """Load a job from `defaults`, a TOML file and `key=value` overrides, of which the last wins."""
     return JobSpec.from_mapping(load(defaults, toml, overrides))
 
 

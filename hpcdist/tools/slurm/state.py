@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from typing import NamedTuple
 
 ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
@@ -29,20 +30,17 @@ class State(NamedTuple):
 
 def describe(job_state: State) -> str:
     """Describe a job's state in one line."""
-    parts = [f"job {job_state.job} is {job_state.state}"]
-    parts += [f"({job_state.reason})"] if job_state.reason else []
-    parts += [f"on {job_state.nodes}"] if job_state.nodes else []
-    parts += (
-        [f"for {job_state.elapsed} of {job_state.limit}"] if job_state.elapsed and job_state.state == "RUNNING" else []
-    )
-    parts += [f"after {job_state.elapsed}"] if job_state.elapsed and job_state.ended else []
-    parts += [f"with status {job_state.status}"] if job_state.ended and job_state.status else []
-    parts += (
-        [f"({job_state.restarts} times requeued)"]
-        if job_state.restarts > 1
-        else ["(requeued once)"] * job_state.restarts
-    )
-    return " ".join(parts)
+    job, state, reason, nodes, elapsed, limit, restarts, status = job_state
+    parts = {  # a text: when it is said
+        f"job {job} is {state}": True,
+        f"({reason})": reason,
+        f"on {nodes}": nodes,
+        f"for {elapsed} of {limit}": elapsed and state == "RUNNING",
+        f"after {elapsed}": elapsed and job_state.ended,
+        f"with status {status}": status and job_state.ended,
+        "(requeued once)" if restarts == 1 else f"({restarts} times requeued)": restarts,
+    }
+    return " ".join(text for text, is_said in parts.items() if is_said)
 
 
 def status_of(state: str, code: str) -> int:
@@ -63,25 +61,21 @@ def read(output: str) -> list[State]:
     """
     states = []
     for line in filter(str.strip, output.splitlines()):
-        text = _NAME.sub(" GroupId=", line, count=1)
-
-        def value(key: str, text: str = text) -> str:
-            match = re.search(rf"(?:^| ){key}=(\S*)", text)
-            return match[1] if match else ""
-
-        job, array, task, state = map(value, ("JobId", "ArrayJobId", "ArrayTaskId", "JobState"))
+        pairs = re.findall(r"(?:^| )(\w+)=(\S*)", _NAME.sub(" GroupId=", line, count=1))
+        values = defaultdict(str, reversed(pairs))
+        job, array, task = values["JobId"], values["ArrayJobId"], values["ArrayTaskId"]
         if array and task:  # named as in the accounting: 7_2, or 7_[2-3] for waiting tasks
             job = f"{array}_{task}" if task.isdigit() else f"{array}_[{task}]"
         states.append(
             State(
                 job=job,
-                state=state,
-                reason="" if value("Reason") == "None" else value("Reason"),
-                nodes=value("NodeList").replace("(null)", ""),
-                elapsed=value("RunTime"),
-                limit=value("TimeLimit"),
-                restarts=int(value("Restarts")),
-                status=status_of(state, value("ExitCode")),
+                state=values["JobState"],
+                reason="" if values["Reason"] == "None" else values["Reason"],
+                nodes=values["NodeList"].replace("(null)", ""),
+                elapsed=values["RunTime"],
+                limit=values["TimeLimit"],
+                restarts=int(values["Restarts"]),
+                status=status_of(values["JobState"], values["ExitCode"]),
             )
         )
     return states

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from hpcdist.config.files import neighbours
 from hpcdist.config.merge import as_flags, fingerprint, load
 from hpcdist.errors import ConfigError, RunError
-from hpcdist.records import Evaluation, Summary, claimed, load_summary, read_evaluations
+from hpcdist.records import Evaluation, Summary, load_summary, locked, read_evaluations
 from hpcdist.tools import console
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.experiment import Experiment
@@ -148,7 +148,7 @@ class GroupRuns:
             random.Random(0).shuffle(planned)
         runner = Runner(self._output, self._launcher, self._workers)
         with (
-            claimed(self._output),
+            locked(self._output),
             interruptible(lambda: "the same command resumes it"),
             runner.display(title, len(missing(planned, self._output))),
         ):
@@ -179,7 +179,7 @@ class GroupRuns:
         """Call a function, which measures groups, for each key, for as many at a time as there are workers."""
         threads, found = ThreadPoolExecutor(self._workers), {}
         try:
-            with claimed(self._output):
+            with locked(self._output):
                 for key, value in zip(keys, threads.map(function, keys), strict=True):
                     found[key] = value
                     console.note(f"{title}: {len(found)} of {len(keys)}")

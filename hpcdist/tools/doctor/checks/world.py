@@ -71,14 +71,10 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
 
 
 def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
-    """Compare the launcher's ranks, size and local ranks with MPI's.
+    """Compare the launcher's ranks, size and local ranks with MPI's; raise WorldError if a value differs.
 
     Local ranks may be in another order than ranks (for example with mpirun --map-by core), but each must occur once per
-    node, because a local rank selects the GPU. Raises WorldError if a value differs.
-
-    Args:
-        tasks: the launcher's values for every rank, in the order of MPI's ranks; None: no launcher.
-        nodes: the node of every rank, according to MPI.
+    node, because a local rank selects the GPU.
     """
     for rank, started in enumerate(tasks):
         if started is not None and (started.rank, started.size) != (rank, len(tasks)):

@@ -302,7 +302,7 @@ class Barrier(NamedCall):
 STANDINS: dict[str, Callable[[str, Any], NamedCall]] = {"allreduce": Allreduce.of_zeros, "barrier": Barrier}
 
 
-# --- digests, and the memory of fused tensors --------------------------------------------------------------------------
+# --- digests, and the memory of fused tensors -------------------------------------------------------------------------
 @lru_cache(maxsize=CACHED_DIGESTS, typed=True)
 def _digest(*values: Any) -> int:
     """Return a 64-bit digest of values, the same on all ranks."""

@@ -81,15 +81,13 @@ class Stage:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if self.number == 0:
                 raise
-            got = ", ".join(
-                str(Described(leaf.dtype, tuple(leaf.shape), False))
-                if isinstance(leaf, Tensor)
-                else type(leaf).__name__
+            got = [
+                Described(leaf.dtype, tuple(leaf.shape), False) if isinstance(leaf, Tensor) else type(leaf).__name__
                 for leaf in pytree.tree_leaves(values)
-            )
+            ]
             raise ConfigError(
-                f"{self} must be able to take what stage {self.number - 1} returns; got {got}, and "
-                f"{type(error).__name__}: {error}"
+                f"{self} must be able to take what stage {self.number - 1} returns; got {', '.join(map(str, got))}, "
+                f"and {type(error).__name__}: {error}"
             ) from error
 
     def _run_on_copies(self, values: Values) -> Values:

@@ -208,8 +208,8 @@ class ReceiveRequest(Request):
 
     def wait(self) -> None:
         self._member.enter()
-        if self._posted.message is None:
-            with self._member.counted("communicating_s"):
+        with self._member.counted("communicating_s"):
+            if self._posted.message is None:
                 self._arrivals.block(self._posted, self._awaits(), self._member.failures.deadline_s)
         self._copy()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -21,18 +21,6 @@ Batch = tuple[Tensor, Tensor]
 Sample = tuple[Tensor, ...]
 
 
-class BatchSource(Protocol):
-    """A data set for Loader: `HDF5Dataset`, or any other with a length and a method `batch`.
-
-    One whose samples differ between epochs has `set_epoch(epoch)`. One that reads ahead by itself has
-    `read_ahead(indices)`, which iterates over all batches of an epoch.
-    """
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: np.ndarray) -> Batch: ...
-
-
 class Loader:
     """The (x, y) batches of one worker, in the current epoch's order.
 
@@ -40,7 +28,9 @@ class Loader:
     sizes of all. With `fill` it yields a batch of weight 0 then (`EpochPlan.batch`, `EpochPlan.weight`).
 
     Args:
-        dataset: The data set.
+        dataset: `HDF5Dataset`, or any other with a length and a method `batch(indices)`. One whose samples differ
+            between epochs has `set_epoch(epoch)`; one that reads ahead by itself has `read_ahead(indices)`, which
+            iterates over all batches of an epoch.
         batch_size: Samples per worker and step.
         worker, workers: This worker's number, and the number of workers.
         seed, shuffle, parts: As in EpochPlan.
@@ -51,7 +41,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: BatchSource,
+        dataset: Any,
         batch_size: int,
         *,
         worker: int = 0,

@@ -401,10 +401,9 @@ class Gradients:
         if not keeps or self._blank:
             self._hide(keeps)
         if not self._hooks:
-            for position, tensor in enumerate(self._tensors):
-                grad = tensor.grad
-                if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
-                    tensor.grad = self._dense(position, grad)
+            for tensor in self._tensors:
+                if tensor.grad is not None and tensor.grad.layout is not torch.strided:
+                    tensor.grad = tensor.grad.to_dense()
         used = torch.tensor(self.present(), dtype=torch.bool)
         for position, (tensor, view, pointer) in enumerate(zip(self._tensors, self._views, self._pointers)):
             grad = tensor.grad

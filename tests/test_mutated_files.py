@@ -241,7 +241,7 @@ def a_table(folder: Path, name: str):
         np.save(path, rows)
     else:
         np.savez_compressed(path, x=rows, y=rows[:, 0])
-    return path, [imported("table", path, folder, task="regression")]
+    return path, [imported("arrays" if name.endswith(".npz") else "table", path, folder, task="regression")]
 
 
 def imported(name: str, source: Path, folder: Path, **options):

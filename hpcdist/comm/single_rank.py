@@ -13,19 +13,9 @@ from torch import Tensor
 
 from hpcdist.comm.capabilities import DEADLINE_S, Failures, Platform, RankMemory, Trace
 from hpcdist.comm.communicator import Communicator, Requests
-from hpcdist.comm.transfer import (
-    ANY,
-    Envelope,
-    Request,
-    Traffic,
-    addable,
-    check_flat,
-    check_rank,
-    check_source_and_tag,
-    check_tag,
-)
+from hpcdist.comm.transfer import ANY, Envelope, Request, Traffic, addable, check_flat
 from hpcdist.comm.waiting import wait_until
-from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count
+from hpcdist.comm.window import Memory, Predicate, Window, atomic
 from hpcdist.errors import CommunicationError
 
 
@@ -40,20 +30,14 @@ class SingleRankCommunicator(Communicator):
         self.sent: list[_Message] = []  # not yet received, in order
 
     # --- point to point -------------------------------------------------------------------------------------------
-    def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
-        check_flat(tensor)
-        check_rank(dest, 1, "dest")
-        check_tag(tag)
+    def _isend(self, tensor: Tensor, dest: int, tag: int) -> Request:
         self.sent.append(_Message(tag, tensor.detach().clone()))
         return Requests([])  # complete, as the message has been copied
 
-    def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
-        check_flat(tensor)
-        check_source_and_tag(source, tag, 1)
+    def _irecv(self, tensor: Tensor, source: int, tag: int) -> Request:
         return _Receiving(self, tensor, tag)
 
-    def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
-        check_source_and_tag(source, tag, 1)
+    def _probe(self, source: int, tag: int, block: bool) -> Envelope | None:
         if block:
             self.wait_for(lambda: self.find(tag) is not None, "a message from rank 0")
         message = self.find(tag)
@@ -73,9 +57,8 @@ class SingleRankCommunicator(Communicator):
         check_flat(tensor)
         addable(tensor)  # raises for other dtypes, as on several ranks
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        check_flat(tensor)
-        check_rank(root, 1, "root")
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        pass
 
     def _gather(self, data: bytes) -> list[bytes]:
         return [data]
@@ -86,8 +69,7 @@ class SingleRankCommunicator(Communicator):
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> SingleRankCommunicator | None:
         return None if color is None else SingleRankCommunicator(self.failures.deadline_s, traffic)
 
-    def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
-        check_count(count)
+    def _window(self, count: int, dtype: torch.dtype) -> Window:
         return LocalWindow(self, torch.zeros(count, dtype=dtype))
 
     def close(self) -> None:

@@ -137,28 +137,28 @@ class TracedCommunicator(Wrapper, Communicator):
         self._messages: Counter[tuple[int, int, int]] = Counter()
         self._numbers_receives = True
 
-    sendrecv: Any = Traced(
+    _sendrecv: Any = Traced(
         "send and receive", MESSAGE,
-        lambda comm, send, dest, recv, source, tag=0: comm._sent(send, dest, tag) | comm._received(source, tag),
+        lambda comm, send, dest, recv, source, tag: comm._sent(send, dest, tag) | comm._received(source, tag),
     )  # fmt: skip
-    isend: Any = Traced(
-        "send", MESSAGE, lambda comm, tensor, dest, tag=0: comm._sent(tensor, dest, tag),
+    _isend: Any = Traced(
+        "send", MESSAGE, lambda comm, tensor, dest, tag: comm._sent(tensor, dest, tag),
         lambda comm, request, details: TracedRequest(comm, request, "wait for a send", {"to": details["to"]}),
     )  # fmt: skip
-    irecv: Any = Traced(
-        "receive", "", lambda comm, tensor, source=ANY, tag=ANY: comm._received(source, tag),
+    _irecv: Any = Traced(
+        "receive", "", lambda comm, tensor, source, tag: comm._received(source, tag),
         lambda comm, request, details: TracedRequest(comm, request, "receive", details),
     )  # fmt: skip
-    probe: Any = Traced(
-        "wait for a message", WAIT, lambda comm, source=ANY, tag=ANY, *, block=True: {} if block else None,
+    _probe: Any = Traced(
+        "wait for a message", WAIT, lambda comm, source, tag, block: {} if block else None,
         lambda comm, envelope, details: comm._arrived(envelope, details),
     )  # fmt: skip
     allreduce: Any = Traced(
         "all-reduce (MPI's own)", COLLECTIVE, lambda comm, tensor: comm._numbered(bytes=tensor.nbytes)
     )
-    broadcast: Any = Traced(
+    _broadcast: Any = Traced(
         "broadcast", COLLECTIVE,
-        lambda comm, tensor, root=0: comm._numbered(bytes=tensor.nbytes, root=comm.number(root)),
+        lambda comm, tensor, root: comm._numbered(bytes=tensor.nbytes, root=comm.number(root)),
     )  # fmt: skip
     _gather: Any = Traced("gather", COLLECTIVE, lambda comm, data: comm._numbered(bytes=len(data)))
     barrier: Any = Traced("barrier", WAIT, lambda comm: comm._numbered())
@@ -166,7 +166,7 @@ class TracedCommunicator(Wrapper, Communicator):
         describe=lambda comm, *ends: dict(zip(("from", "to"), ([comm.number(rank) for rank in end] for end in ends))),
         result=lambda comm, plain, ends: TracedNeighbourhood(comm, plain, ends),
     )
-    window: Any = Traced(result=lambda comm, plain, details: TracedWindow(comm, plain))
+    _window: Any = Traced(result=lambda comm, plain, details: TracedWindow(comm, plain))
     compute: Any = Traced(
         "forward and backward", "compute", lambda comm, share=1.0: None if comm.platform.virtual is None else {}
     )

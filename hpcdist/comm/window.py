@@ -211,9 +211,3 @@ def atomic(what: str, before: int, *values: int) -> int:
 
 
 _HALF = 1 << 63
-
-
-def check_count(count: int) -> None:
-    """Raise CommunicationError if the number of elements of a new window is negative."""
-    if count < 0:
-        raise CommunicationError(f"count of a window must be at least 0; got {count}.")

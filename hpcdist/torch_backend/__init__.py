@@ -32,11 +32,9 @@ def register() -> None:
 
 
 def _group(options: Any, comm: Any = None) -> Any:
-    """Collective among the ranks of a group. Create the group; torch calls this function for the backend.
+    """Collective among the ranks of a group. Create the group from torch's `DistributedBackendOptions`.
 
-    Args:
-        options: torch's `DistributedBackendOptions`.
-        comm: the default group's ranks, if the caller of init_process_group passes them; else found here.
+    `comm`: the default group's ranks, if the caller of init_process_group passes them; else found here.
     """
     import torch.distributed as dist
 

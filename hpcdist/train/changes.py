@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,23 +16,11 @@ from hpcdist.config.merge import Changes, by_value, changes
 from hpcdist.config.optimizer import OWN_RATES, optimizers, schedules
 from hpcdist.config.settings import without_changeable
 from hpcdist.errors import CheckpointError
-from hpcdist.train.job import Job
+
+Trainer = Any  # of this library or of a baseline, which import this module
 
 
-class Configured(Protocol):
-    """A trainer, of this library or of a baseline, as far as it has settings."""
-
-    config: JobConfig
-    job: Job
-
-    @property
-    def strategy_options(self) -> dict[str, Any]: ...
-
-    @property
-    def data(self) -> dict[str, Any]: ...
-
-
-def all_settings(trainer: Configured) -> dict[str, Any]:
+def all_settings(trainer: Trainer) -> dict[str, Any]:
     """Return every setting of a run in types that JSON has, with the defaults of torch, the strategy and the model."""
     config = trainer.config
     values = config.model_dump()
@@ -55,7 +43,7 @@ def _with_defaults(function: Callable[..., Any], options: dict[str, Any]) -> dic
     return defaults | {k: value for k, value in options.items() if value is not None or defaults.get(k) is None}
 
 
-def changes_since(meta: Mapping[str, Any], trainer: Configured) -> Changes:
+def changes_since(meta: Mapping[str, Any], trainer: Trainer) -> Changes:
     """Return the settings that differ from those of a checkpoint's run, except those declared as `MayChange`."""
     saved = meta.get("settings")
     now = without_changeable(JobConfig, all_settings(trainer))
@@ -63,17 +51,6 @@ def changes_since(meta: Mapping[str, Any], trainer: Configured) -> Changes:
         return {}
     config = strategies.load(trainer.config.strategy.name).Config
     return changes({**saved, "strategy": config.with_current_names(saved["strategy"])}, now)
-
-
-def require_state_fits(changed: Changes, path: Path) -> None:
-    """Raise CheckpointError if the optimiser or the schedule has another class, so that its state does not fit."""
-    for kind in ("optimizer", "schedule"):
-        if f"{kind}.name" in changed:
-            saved, now = changed[f"{kind}.name"]
-            raise CheckpointError(
-                f"{kind} must be that of the checkpoint to resume from it, {saved!r:.80}; got {now}. Resume with the "
-                f"one of {path}; or start from the model only, by hpcdist.unsplit."
-            )
 
 
 def apply_changes(optimizer: Optimizer, schedule: LRScheduler | None, changed: Changes, path: Path) -> None:

@@ -14,7 +14,7 @@ from hpcdist.config.optimizer import rescale
 from hpcdist.session import state as states
 from hpcdist.session.resharding import SavedState, SavedWorld
 from hpcdist.session.world import current
-from hpcdist.train.changes import all_settings, apply_changes, changes_since, rate_ratio, require_state_fits
+from hpcdist.train.changes import all_settings, apply_changes, changes_since, rate_ratio
 
 _logger = logging.getLogger(__name__)
 Trainer = Any  # hpcdist.train.loop.Trainer, which imports this module
@@ -89,7 +89,7 @@ def _compare(trainer: Trainer, saved: SavedWorld) -> Changes:
     """Return the settings that have changed since the checkpoint; raise CheckpointError if its state does not fit."""
     comm, meta = trainer.comm, saved.meta
     changed = changes_since(meta, trainer)
-    require_state_fits(changed, saved.path)
+    states.require_state_fits(changed, saved.path)
     if changed and comm.rank == comm.failures.alive[0]:
         _logger.info(f"settings have changed since {saved.path}: {describe_changes(changed)}")
     if max(saved.stages, current().stages) == 1:  # models in stages are compared by names

@@ -11,7 +11,7 @@ import torch
 from comm.jobs_here import run
 from harness.cases import each
 from harness.launch import find_mpirun
-from hpcdist.comm.mpi import cores
+from hpcdist.comm.mpi import world
 
 WHOLE = set(range(os.cpu_count() or 1))
 ONE_BOUND = """
@@ -53,14 +53,14 @@ def test_only_ranks_that_nobody_has_bound_and_that_see_no_gpu_get_equal_shares_o
     assert unwanted == with_gpu == [(WHOLE, threads)] * 2
     assert one_bound == [(WHOLE, threads), ({0}, threads)]
     assert first and second and len(first) == len(second) and not first & second
-    assert own == others == len(cores.whole_cores(first)) < threads
+    assert own == others == len(world.whole_cores(first)) < threads
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """Two sockets of two cores of two processors, which Linux numbers by turns; a process that may use all of them."""
     layout = [[0, 4], [2, 6], [1, 5], [3, 7]]
-    monkeypatch.setattr(cores, "whole_cores", lambda mask: layout)
+    monkeypatch.setattr(world, "whole_cores", lambda mask: layout)
     monkeypatch.setattr(os, "sched_getaffinity", lambda who: set(range(8)))
     monkeypatch.setattr(os, "sysconf", lambda name: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -69,18 +69,18 @@ def machine(monkeypatch):
 
 
 def test_shares_are_whole_cores_side_by_side(machine):
-    assert [cores.find_share(rank, 2)[0] for rank in range(2)] == [{0, 4, 2, 6}, {1, 5, 3, 7}]
-    assert [cores.find_share(rank, 3)[0] for rank in range(3)] == [{0, 4}, {2, 6}, {1, 5}]
-    assert cores.find_share(0, 1) == cores.find_share(4, 5) == (set(), 0), "one rank; more than cores"
+    assert [world.find_share(rank, 2)[0] for rank in range(2)] == [{0, 4, 2, 6}, {1, 5, 3, 7}]
+    assert [world.find_share(rank, 3)[0] for rank in range(3)] == [{0, 4}, {2, 6}, {1, 5}]
+    assert world.find_share(0, 1) == world.find_share(4, 5) == (set(), 0), "one rank; more than cores"
 
 
 def test_threads_that_torch_has_by_default_are_those_of_the_share(machine, monkeypatch):
     for threads, found in ((8, 2), (4, 2), (1, 1), (2, 2), (3, 3)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert cores.find_share(0, 2) == ({0, 4, 2, 6}, found)
+        assert world.find_share(0, 2) == ({0, 4, 2, 6}, found)
     for threads in (5, 6, 16):  # somebody has set so many
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert cores.find_share(0, 2) == (set(), 0)
+        assert world.find_share(0, 2) == (set(), 0)
 
 
 @each(
@@ -94,7 +94,7 @@ def test_threads_that_torch_has_by_default_are_those_of_the_share(machine, monke
 def test_a_part_of_a_machine_and_a_gpu_are_left_alone(machine, monkeypatch, change):
     with monkeypatch.context() as changed:
         changed.setattr(*change)
-        assert cores.find_share(0, 2) == (set(), 0)
+        assert world.find_share(0, 2) == (set(), 0)
 
 
 def test_processors_of_a_core_stay_together_and_cores_of_a_socket_side_by_side(tmp_path):
@@ -103,5 +103,5 @@ def test_processors_of_a_core_stay_together_and_cores_of_a_socket_side_by_side(t
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{processor % 4},{processor % 4 + 4}\n")
         (folder / "physical_package_id").write_text(f"{processor % 2}\n")
-    assert cores.whole_cores(range(8), tmp_path) == [[0, 4], [2, 6], [1, 5], [3, 7]]
-    assert cores.whole_cores(range(3), tmp_path / "none") == [[0], [1], [2]], "where Linux does not say"
+    assert world.whole_cores(range(8), tmp_path) == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert world.whole_cores(range(3), tmp_path / "none") == [[0], [1], [2]], "where Linux does not say"

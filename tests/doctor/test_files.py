@@ -43,11 +43,11 @@ def test_a_folder_that_can_not_be_written_is_refused(ranks):
 
 def test_another_ones_lock_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "FREED_S", 0.05)
-    lock, other = files._Lock(tmp_path / "lock"), files._Lock(tmp_path / "lock")
-    assert lock.take() == {"held": True}
-    assert other.refused() == {"refused": True} and other.free({}) == {"freed": False}
-    lock.drop()
-    assert other.free({"refused": True}) == {"refused": True, "freed": True}
+    path = tmp_path / "lock"
+    with open(path, "w") as file:
+        assert files._lock(file)
+        assert files._refused(path) == {"refused": True} and files._freed(path) == {"freed": False}
+    assert files._freed(path) == {"freed": True}
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

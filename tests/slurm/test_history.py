@@ -13,7 +13,7 @@ from hpcdist.errors import ConfigError, DataError, QueueError
 from hpcdist.records import RecordWriter, StepRecord, record_path
 from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.history import Submission
-from hpcdist.tools.slurm.spec import JobSpec
+from hpcdist.tools.slurm.spec import JobSpec, Site
 from hpcdist.tools.slurm.state import State, describe, read
 from hpcdist.tools.slurm.watch import facts, watch
 
@@ -73,13 +73,13 @@ def test_the_commit_and_whether_files_differ_from_it():
 # --- without a Slurm --------------------------------------------------------------------------------------------------
 def test_slurm_must_be_there(monkeypatch):
     with pytest.raises(ConfigError, match="shape must be a batch shape to be submitted; got 'interactive'"):
-        queue.submit(JobSpec(shape="interactive"), "#!/bin/bash\n")
+        queue.submit(JobSpec(shape="interactive"), Site())
     monkeypatch.setattr(queue, "SLURM_REPLY_S", 0.1)
     with pytest.raises(QueueError, match="sleep must answer within 0.1 s; got nothing. The controller is down or busy"):
         queue.ask("sleep", "5")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(QueueError, match="sbatch must be on PATH to reach Slurm; found none. Log in to a host of the"):
-        queue.submit(JobSpec(command=["true"]), "#!/bin/bash\n")
+        queue.submit(JobSpec(command=["true"]), Site())
     assert history.read() == [] and list(history.FOLDER.iterdir()) == []
 
 

@@ -86,7 +86,7 @@ def test_directives_of_a_batch_job():
         asked = f"job-name=it nodes=4 ntasks-per-node=2 cpus-per-task=4 time=90 mem=8G output=out/%x-{number}.out"
         asked += " open-mode=append requeue signal=B:USR1@120"
         assert {f"#SBATCH --{option}" for option in asked.split()} <= set(lines(found.text)), shape
-        assert found.batch and found.text.startswith("#!/bin/bash\n#SBATCH ")
+        assert found.text.startswith("#!/bin/bash\n#SBATCH ")
         again = script(shape=shape, requeue=False).text
         assert "--no-requeue" in again and "scontrol requeue" not in again
 
@@ -219,7 +219,7 @@ def test_runs_of_a_study_may_have_folders_of_their_own(bash):
 
 def test_an_interactive_job_asks_for_nodes_itself():
     found = script(Site(partition="a b"), shape="interactive", nodes=2, name="it's")
-    assert not found.batch and "#SBATCH" not in found.text and "--signal" not in found.text
+    assert "#SBATCH" not in found.text and "--signal" not in found.text
     assert {"'--partition=a b'", "--nodes=2"} <= set(lines(found.text))
     assert "salloc" in found.text and "scontrol requeue" not in found.text and "hpcdist train" in found.text
     shell = script(shape="interactive", job=None).text
@@ -270,7 +270,8 @@ def test_a_template_runs_no_python(tmp_path, code):
 
 
 def test_a_template_or_a_profile_with_a_mistake_or_missing(tmp_path):
-    for content in ("{{ spec.nmae }}", "{% if %}", '{% include "parts/none.sh" %}', "{{ nobody }}"):
+    unclosed = "{% filter as_arguments %}#SBATCH --comment='a{% endfilter %}"
+    for content in ("{{ spec.nmae }}", "{% if %}", '{% include "parts/none.sh" %}', "{{ nobody }}", unclosed):
         (tmp_path / "mine.sh").write_text(content)
         with pytest.raises(ConfigError, match="must be in jinja2 with the names spec and site; got .* in .*mine.sh"):
             script(template=str(tmp_path / "mine.sh"))

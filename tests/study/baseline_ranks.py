@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from hpcdist import session
-from hpcdist.tools.baselines import BaselineTrainer, catalogue
+from hpcdist.registry import catalogue
+from hpcdist.tools.baselines.base import BaselineTrainer
 from hpcdist.train import runs
 
 comm, folder, names = session.init(), Path(sys.argv[1]), sys.argv[2:]
@@ -16,7 +17,7 @@ job, settings = folder / "plain.py", [f"data.path={folder}/digits.h5", "strategy
 settings += ["epochs=none", "budget.samples=900", "eval_every_samples=300", "accumulation=2", "clip_norm=1.0"]
 runs.train(comm, job, None, settings, folder / "allreduce")
 for name in names:
-    library = partial(BaselineTrainer, catalogue.load(name))
+    library = partial(BaselineTrainer, catalogue("baselines").load(name))
     runs.train(comm, job, None, settings, folder / name, make=library)
 try:
     runs.train(comm, job, None, [*settings, "on_nonfinite=skip"], folder / "refused", make=library)

@@ -11,8 +11,9 @@ import pytest
 
 from harness.launch import IMPORTS, launch
 from hpcdist.records import load_run, load_summary, read_evaluations, read_records
-from hpcdist.tools import baselines
+from hpcdist.registry import catalogue
 
+BASELINES = catalogue("baselines")
 RANKS = Path(__file__).with_name("baseline_ranks.py")
 JOB = """
 import dataclasses
@@ -23,7 +24,7 @@ from train import tiny
 model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
 job = dataclasses.replace(tiny.job, model=model)
 """
-NAMES = [name for name in baselines.catalogue.available() if baselines.catalogue.load(name).why_not() is None]
+NAMES = [name for name in BASELINES.available() if BASELINES.load(name).why_not() is None]
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +40,14 @@ def runs(tmp_path_factory) -> Path:
 def test_a_folder_of_that_name_is_no_horovod(tmp_path, monkeypatch):
     folder = importlib.machinery.ModuleSpec("horovod", None, is_package=True)  # of a namespace
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
-    assert "Horovod is not installed" in baselines.catalogue.load("horovod").why_not()
+    assert "Horovod is not installed" in BASELINES.load("horovod").why_not()
 
 
 def test_there_are_ddp_and_horovod():
-    assert baselines.catalogue.available() == ["ddp", "horovod"]
+    assert BASELINES.available() == ["ddp", "horovod"]
 
 
-@pytest.mark.parametrize("name", baselines.catalogue.available())
+@pytest.mark.parametrize("name", BASELINES.available())
 def test_it_takes_the_steps_of_all_reduce(runs, name):
     """An uneven last step of an epoch, accumulation, clipping and a schedule among them."""
     if name not in NAMES:
@@ -58,7 +59,7 @@ def test_it_takes_the_steps_of_all_reduce(runs, name):
         assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], abs=1e-6)
 
 
-@pytest.mark.parametrize("name", baselines.catalogue.available())
+@pytest.mark.parametrize("name", BASELINES.available())
 def test_it_leaves_the_folder_of_a_run(runs, name):
     if name not in NAMES:
         pytest.skip("Horovod is not installed: hpcdist horovod build")

@@ -22,7 +22,8 @@ from harness.launch import IMPORTS, SETTINGS, SITE, launch_environment, wait_unt
 from hpcdist.config.merge import as_flags, load
 from hpcdist.errors import ConfigError, DataError, RunError
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, load_summary, record_path
-from hpcdist.tools import baselines, cli
+from hpcdist.registry import catalogue
+from hpcdist.tools import cli
 from hpcdist.tools.compare import folder, functions, run_all
 from hpcdist.tools.compare.comparison import ComparedRuns, search_within
 from hpcdist.tools.compare.experiment import Comparison, Sweep
@@ -114,7 +115,7 @@ def test_strategies_that_do_the_same_on_one_rank_share_its_runs(tmp_path):
 
 
 def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(baselines.catalogue.load("horovod"), "why_not", staticmethod(lambda: "It is not there."))
+    monkeypatch.setattr(catalogue("baselines").load("horovod"), "why_not", staticmethod(lambda: "It is not there."))
     strategies = ("allreduce", "parameter_server:servers=3")
     found = ComparedRuns(replace(DECLARED, strategies=strategies, baselines=("horovod",), ranks=(2, 5)), tmp_path)
     assert [group.name for group in found.groups] == ["allreduce", "allreduce", "parameter_server (servers 3)"]

@@ -1,8 +1,8 @@
-"""Exchange data between ranks in a collective call: through slots inside a node, by messages across nodes.
+"""Exchange data between ranks in a collective call, through slots inside a node and by messages across nodes.
 
-Each collective consists of one or both of two exchanges. `share`: a rank sends the same data to all receivers
-(all-gather, broadcast, gather, short all-reduces). `deal`: a rank has a different part for each rank (all-to-all,
-scatter, reduce-scatter). Data pass in segments. All ranks compare the call's fingerprint before results are written.
+Each collective consists of one or two exchanges: a rank sends the same data to all receivers (all-gather, broadcast,
+gather, short all-reduces), or has a different part for each rank (all-to-all, scatter, reduce-scatter). Data pass in
+segments. All ranks compare the call's fingerprint before results are written.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import TAG, Scratch
+from hpcdist.collectives.calls.tensors import DTYPES, type_of
 from hpcdist.comm.chunks import slices
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.slots import Slots
+from hpcdist.errors import MismatchError
 
 SLOT_BYTES = 1 << 21  # two slots per rank
 MESSAGE_BYTES = 1 << 22
@@ -62,31 +64,58 @@ class Exchange(abc.ABC):
     def all_gather(self, local: Tensor) -> list[Tensor]:
         """Return copies of all ranks' short tensors, of the same length on all ranks."""
 
-    @abc.abstractmethod
-    def share(
-        self, fingerprint: int, local: Tensor, counts: Counts, consume: Consume, sources: Ranks, receivers: Ranks
-    ) -> bool:
-        """Send the data of each of `sources` to all `receivers`.
+    def move(
+        self, fingerprint: int, local: Tensor | Parts, counts: Counts, longest: int, consume: Consume,
+        sources: Ranks | None = None, receivers: Ranks | None = None,
+    ) -> bool:  # fmt: skip
+        """Send the data of each of `sources` to all `receivers` (None: all ranks): the same, or to each its part.
 
         Args:
-            local: this rank's data; on ranks that are no source, any tensor of the dtype.
-            counts: number of elements of each rank's data, known to all ranks.
+            local: this rank's data for all receivers, or a list with a part for each rank; on ranks that are no source,
+                any tensors of the dtype.
+            counts: number of elements of each rank's data, or part, for this rank.
+            longest: number of elements of the longest data, or part, of any rank, known to all ranks.
             consume: called on each receiver for each segment, with one tensor per rank, as long as the segment;
                 elements beyond a rank's `counts` are undefined.
         """
+        sources, receivers = (range(self.size) if ranks is None else ranks for ranks in (sources, receivers))
+        parts = [local] if isinstance(local, Tensor) else local
+        return self._move(fingerprint, parts, counts, longest, consume, sources, receivers, parts is local)
 
     @abc.abstractmethod
-    def deal(
-        self, fingerprint: int, local: Parts, counts: Counts, longest: int, consume: Consume, sources: Ranks
-    ) -> bool:
-        """Send each rank its part of the data of each of `sources`.
+    def _move(
+        self, fingerprint: int, parts: Parts, counts: Counts, longest: int, consume: Consume, sources: Ranks,
+        receivers: Ranks, dealt: bool,
+    ) -> bool:  # fmt: skip
+        """Implement `move`; if not `dealt`, the only part is for all receivers."""
+
+    def lengths(
+        self, call: str, dtype: torch.dtype, root: int, sent: Sequence[int], expected: Sequence[int]
+    ) -> list[list[int]]:
+        """Collective. Gather the lengths of all parts; raise MismatchError if senders and receivers disagree.
 
         Args:
-            local: this rank's part for each rank; on ranks that are no source, any tensors of the dtype.
-            counts: number of elements of each rank's part for this rank.
-            longest: number of elements of the longest part of any rank, known to all ranks.
-            consume: as for `share`.
+            sent: number of elements that this rank sends to each rank, or NONE; empty if it sends nothing.
+            expected: number of elements that it expects from each rank, or NONE; empty if it receives nothing.
+
+        Returns:
+            lengths[source][dest]: number of elements.
         """
+        size, nothing = self.size, [NONE] * self.size
+        row = [CALLS.index(call), _NUMBERS[dtype], root, *(sent or nothing), *(expected or nothing)]
+        rows = [tensor.tolist() for tensor in self.all_gather(torch.tensor(row))]
+        if len({tuple(other[:3]) for other in rows}) != 1:
+            refuse(self.comm, call, f"{type_of(dtype)}, root {root}")
+        sent_by, expected_by = [other[3 : 3 + size] for other in rows], [other[3 + size :] for other in rows]
+        for source in range(size):
+            for dest in range(size):
+                if sent_by[source][dest] != expected_by[dest][source]:
+                    raise MismatchError(
+                        f"{call}: a tensor must have the same length on sender and receiver; got "
+                        f"{_count(sent_by[source][dest])} on rank {source} for rank {dest}, which expects "
+                        f"{_count(expected_by[dest][source])}. Check the shapes on both ranks."
+                    )
+        return [[max(0, length) for length in row] for row in sent_by]
 
     def close(self) -> None:
         """Release the memory of the exchange."""
@@ -107,47 +136,30 @@ class SlotExchange(Exchange):
         buffer.rows[self.rank].copy_(local)
         return list(buffer.table.clone()) if self.slots.synchronize(0, buffer.gathered) else []
 
-    def share(
-        self, fingerprint: int, local: Tensor, counts: Counts, consume: Consume, sources: Ranks, receivers: Ranks
-    ) -> bool:
-        slots, step, count = self.slots, self.slots.n_bytes // local.itemsize, max(counts)
-        is_source, is_receiver = self.rank in sources, self.rank in receivers
-        for start in range(0, max(count, 1), step):
-            length = min(step, count - start)
-            buffer = slots.row_buffers(local.dtype, length)[slots.calls]
-            if is_source:
-                chunk = local[start : start + length]
-                buffer.rows[self.rank][: len(chunk)].copy_(chunk)
-            if not slots.synchronize(fingerprint, buffer.gathered):
-                return False
-            if is_receiver and length:
-                rows = buffer.rows
-                # On two ranks read the local tensor, which is in the cache.
-                if is_source and self.size == 2 and len(chunk) == length:
-                    rows = [chunk, rows[1]] if self.rank == 0 else [rows[0], chunk]
-                consume(start, rows)
-        return True
-
-    def deal(
-        self, fingerprint: int, local: Parts, counts: Counts, longest: int, consume: Consume, sources: Ranks
-    ) -> bool:
-        slots, size = self.slots, self.size
-        step = slots.n_bytes // local[0].itemsize // size
-        skips_copy = self.size == 2 or isinstance(consume, Copies)  # local part; else a result may overwrite it early
+    def _move(
+        self, fingerprint: int, parts: Parts, counts: Counts, longest: int, consume: Consume, sources: Ranks,
+        receivers: Ranks, dealt: bool,
+    ) -> bool:  # fmt: skip
+        slots, dtype, is_source = self.slots, parts[0].dtype, self.rank in sources
+        step = slots.n_bytes // dtype.itemsize // len(parts)
+        # The local part need not pass through the slot, unless a result may overwrite it early.
+        skips_copy = dealt and (self.size == 2 or isinstance(consume, Copies))
         for start in range(0, max(longest, 1), step):
             length = min(step, longest - start)
-            buffer = slots.row_buffers(local[0].dtype, size * length)[slots.calls]
-            if self.rank in sources:
-                for rank, into in enumerate(buffer.parts[self.rank]):
-                    chunk = local[rank][start : start + length]
-                    if rank != self.rank or not skips_copy:
-                        into[: len(chunk)].copy_(chunk)
+            buffer = slots.row_buffers(dtype, len(parts) * length)[slots.calls]
+            chunks = [part[start : start + length] for part in parts]
+            if is_source:
+                for rank, into in enumerate(buffer.parts[self.rank] if dealt else [buffer.rows[self.rank]]):
+                    if not skips_copy or rank != self.rank:
+                        into[: len(chunks[rank])].copy_(chunks[rank])
             if not slots.synchronize(fingerprint, buffer.gathered):
                 return False
-            if length:
-                received = list(buffer.parts[:, self.rank])
-                if self.rank in sources and skips_copy:
-                    received[self.rank] = local[self.rank][start : start + length]
+            if self.rank in receivers and length:
+                received = list(buffer.parts[:, self.rank] if dealt else buffer.rows)
+                own = chunks[self.rank if dealt else 0]
+                # On two ranks read the shared local tensor, too: it is in the cache.
+                if is_source and (skips_copy or (not dealt and self.size == 2 and len(own) == length)):
+                    received[self.rank] = own
                 consume(start, received)
         return True
 
@@ -181,38 +193,22 @@ class MessageExchange(Exchange):
         self._transfer(dict.fromkeys(range(self.size), local), dict(enumerate(received)))
         return received
 
-    def share(
-        self, fingerprint: int, local: Tensor, counts: Counts, consume: Consume, sources: Ranks, receivers: Ranks
-    ) -> bool:
+    def _move(
+        self, fingerprint: int, parts: Parts, counts: Counts, longest: int, consume: Consume, sources: Ranks,
+        receivers: Ranks, dealt: bool,
+    ) -> bool:  # fmt: skip
         if not self.agree(fingerprint):
             return False
-        for segment in slices(max(counts), MESSAGE_BYTES // local.itemsize):
-            outgoing = dict.fromkeys(receivers, local[segment]) if self.rank in sources else {}
-            self._exchange(local, segment, counts, consume, outgoing, sources if self.rank in receivers else ())
+        outgoing = dict(enumerate(parts)) if dealt else dict.fromkeys(receivers, parts[0])
+        for segment in slices(longest, MESSAGE_BYTES // parts[0].itemsize):
+            length = segment.stop - segment.start
+            inbox = self._inbox.empty_like(parts[0], length * self.size).split(length)
+            sent = {rank: part[segment] for rank, part in outgoing.items()} if self.rank in sources else {}
+            senders = sources if self.rank in receivers else ()
+            self._transfer(sent, {rank: inbox[rank][: max(0, counts[rank] - segment.start)] for rank in senders})
+            if senders:
+                consume(segment.start, inbox)
         return True
-
-    def deal(
-        self, fingerprint: int, local: Parts, counts: Counts, longest: int, consume: Consume, sources: Ranks
-    ) -> bool:
-        if not self.agree(fingerprint):
-            return False
-        for segment in slices(longest, MESSAGE_BYTES // local[0].itemsize):
-            outgoing = {rank: part[segment] for rank, part in enumerate(local)} if self.rank in sources else {}
-            self._exchange(local[0], segment, counts, consume, outgoing, sources)
-        return True
-
-    def _exchange(
-        self, template: Tensor, segment: slice, counts: Counts, consume: Consume, outgoing: dict[int, Tensor],
-        sources: Ranks,
-    ) -> None:  # fmt: skip
-        """Send `outgoing`, by receiver; receive the same segment of all `sources`, up to their `counts`; consume it."""
-        length = segment.stop - segment.start
-        inbox = self._inbox.empty_like(template, length * self.size).split(length)
-        self._transfer(
-            outgoing, {source: inbox[source][: max(0, counts[source] - segment.start)] for source in sources}
-        )
-        if sources:
-            consume(segment.start, inbox)
 
     def _transfer(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
         """Send to and receive from other ranks, starting at the neighbours, so that not all send to the same rank."""
@@ -231,3 +227,47 @@ class MessageExchange(Exchange):
     def close(self) -> None:
         if self._slots is not None:
             self._slots.close()
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+CALLS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"),
+    *("barrier",),
+)
+NONE = -1  # length of a part that is neither sent nor received
+_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+def fingerprint_of(call: str, dtype: torch.dtype, *more: int) -> int:
+    """Hash everything that must be the same on all ranks in a call into one integer. Never 0."""
+    return hash((CALLS.index(call), _NUMBERS[dtype], *more)) or 1
+
+
+def shape_numbers(tensors: Sequence[Tensor]) -> list[int]:
+    """Encode shapes as one list of integers, different for different shapes."""
+    return [number for tensor in tensors for number in (tensor.dim(), *tensor.shape)]
+
+
+def refuse(comm: Communicator, call: str, detail: str | int, *tensors: Tensor) -> None:
+    """Collective, once all ranks know that their calls differ. Raise MismatchError with each rank's call.
+
+    Args:
+        detail: the operation, or the root.
+        tensors: the local tensors.
+    """
+    described = [f"{type_of(tensor.dtype)} {tuple(tensor.shape)}" for tensor in tensors]
+    described.append(f"root {detail}" if isinstance(detail, int) else detail)
+    text = f"{call}: {', '.join(filter(None, described))}".rstrip(": ")
+    ranks_of: dict[str, list[int]] = {}
+    for rank, other in enumerate(comm.gather(text)):
+        ranks_of.setdefault(other, []).append(rank)
+    differ = "; ".join(f"{other} on {_named(ranks)}" for other, ranks in ranks_of.items())
+    raise MismatchError(f"all ranks must make the same collective call; got {differ}. Check the call on each rank.")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _count(length: int) -> str:
+    return "nothing" if length == NONE else f"{length} elements"

@@ -12,10 +12,27 @@ from torch import Tensor
 from hpcdist.collectives import load
 from hpcdist.collectives.base import AllReduce, chunks
 from hpcdist.collectives.calls.across_nodes import PACKET_BYTES, slots_across_nodes
-from hpcdist.collectives.calls.agreement import NONE, exchange_lengths, fingerprint_of, refuse, shape_numbers
-from hpcdist.collectives.calls.by_library import SUMMED, CallsByLibrary
-from hpcdist.collectives.calls.exchange import SLOT_BYTES, Consume, Copies, Exchange, MessageExchange, SlotExchange
-from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, SlotCall, fastest_of, remember
+from hpcdist.collectives.calls.exchange import (
+    NONE,
+    SLOT_BYTES,
+    Consume,
+    Copies,
+    Exchange,
+    MessageExchange,
+    SlotExchange,
+    fingerprint_of,
+    refuse,
+    shape_numbers,
+)
+from hpcdist.collectives.calls.prepared import (
+    SUMMED,
+    CallsByLibrary,
+    PreparedCall,
+    PreparedCalls,
+    SlotCall,
+    fastest_of,
+    remember,
+)
 from hpcdist.collectives.calls.reduction import OPERATIONS, Reduce, reduction
 from hpcdist.collectives.calls.tensors import (
     Tensors,
@@ -123,7 +140,7 @@ class Collectives:
                     self._keep("all_reduce", op, call, group)
                 elif self.size * local.nbytes <= WHOLE_BYTES:  # reduce whole tensors on every rank
                     counts, consume = [len(local)] * self.size, _into(local, combine)
-                    agreed = self._exchange.share(fingerprint, local, counts, consume, self._everyone, self._everyone)
+                    agreed = self._exchange.move(fingerprint, local, counts, len(local), consume)
                 else:
                     agreed = self._share_in_slices(fingerprint, local, combine)
                 if not agreed:
@@ -142,9 +159,9 @@ class Collectives:
         parts = chunks(local, self.size)
         counts, total = [len(part) for part in parts], torch.empty_like(parts[self.rank])
         received, consume = [len(total)] * self.size, _into(total, combine)
-        if not self._exchange.deal(fingerprint, parts, received, max(counts), consume, self._everyone):
+        if not self._exchange.move(fingerprint, parts, received, max(counts), consume):
             return False
-        return self._exchange.share(fingerprint, total, counts, Copies(parts), self._everyone, self._everyone)
+        return self._exchange.move(fingerprint, total, counts, max(counts), Copies(parts))
 
     def reduce(
         self, tensor: Tensor, root: int, op: str = "sum", *, factor: float | None = None, async_op: bool = False
@@ -159,7 +176,8 @@ class Collectives:
             local = flat if factor is None else flat * factor
             fingerprint = fingerprint_of("reduce", tensor.dtype, OPERATIONS.index(op), root, *tensor.shape)
             counts = [len(flat)] * self.size
-            agreed = self._exchange.share(fingerprint, local, counts, _into(flat, combine), self._everyone, [root])
+            consume = _into(flat, combine)
+            agreed = self._exchange.move(fingerprint, local, counts, len(flat), consume, None, [root])
         if not agreed:
             refuse(self.comm, "reduce", f"{op}, root {root}", tensor)
 
@@ -191,9 +209,7 @@ class Collectives:
             else:
                 local = parts if factor is None else [part * factor for part in parts]
                 received, longest = [len(flat)] * self.size, max(counts)
-                agreed = self._exchange.deal(
-                    fingerprint, local, received, longest, _into(flat, combine), self._everyone
-                )
+                agreed = self._exchange.move(fingerprint, local, received, longest, _into(flat, combine))
         if not agreed:
             refuse(self.comm, "reduce_scatter", op, *each(inputs))
 
@@ -213,7 +229,8 @@ class Collectives:
                     agreed = call(flat)
                     self._keep("broadcast", root, call, group)
                 else:
-                    agreed = self._exchange.share(fingerprint, flat, counts, Copies({root: flat}), [root], others)
+                    copies = Copies({root: flat})
+                    agreed = self._exchange.move(fingerprint, flat, counts, len(flat), copies, [root], others)
                 if not agreed:
                     refuse(self.comm, "broadcast", root, *group)
 
@@ -237,7 +254,7 @@ class Collectives:
                 agreed = call(whole, local)
                 self._keep("all_gather", "", call, [out, tensor])
             else:
-                agreed = self._exchange.share(fingerprint, local, counts, Copies(parts), self._everyone, self._everyone)
+                agreed = self._exchange.move(fingerprint, local, counts, max(counts), Copies(parts))
         if not agreed:
             refuse(self.comm, "all_gather", "", *each(out), tensor)
 
@@ -252,10 +269,10 @@ class Collectives:
         with for_each_rank(self.comm, out, "out", here=self.rank == root) as (parts, _):
             sent = [tensor.numel() if rank == root else NONE for rank in self._everyone]
             expected = [len(part) for part in parts]
-            counts = exchange_lengths(self.comm, self._exchange, "gather", tensor.dtype, root, sent, expected)
+            counts = self._exchange.lengths("gather", tensor.dtype, root, sent, expected)
             of_root = [row[root] for row in counts]
             with flattened(self.comm, tensor, write=False) as local:
-                self._exchange.share(0, local, of_root, Copies(parts), self._everyone, [root])
+                self._exchange.move(0, local, of_root, max(of_root), Copies(parts), None, [root])
 
     def scatter(
         self, out: Tensor, inputs: Sequence[Tensor] | None = None, root: int = 0, *, async_op: bool = False
@@ -268,11 +285,11 @@ class Collectives:
         with for_each_rank(self.comm, inputs, "inputs", write=False, here=self.rank == root) as (parts, _):
             sent = [len(part) for part in parts]
             expected = [out.numel() if rank == root else NONE for rank in self._everyone]
-            lengths = exchange_lengths(self.comm, self._exchange, "scatter", out.dtype, root, sent, expected)[root]
+            lengths = self._exchange.lengths("scatter", out.dtype, root, sent, expected)[root]
             with flattened(self.comm, out) as flat:
                 # On ranks other than root `local` only has the dtype.
                 local, counts = parts or [flat] * self.size, [lengths[self.rank]] * self.size
-                self._exchange.deal(0, local, counts, max(lengths), Copies({root: flat}), [root])
+                self._exchange.move(0, local, counts, max(lengths), Copies({root: flat}), [root])
 
     def all_to_all(self, out: Tensors, inputs: Tensors, *, async_op: bool = False) -> Work | None:
         """Send each rank its part of `inputs`, and gather in `out` the parts of all ranks for this one.
@@ -302,7 +319,7 @@ class Collectives:
                 self._keep("all_to_all", "", call, [out, inputs], self._all_to_all_uneven)
             else:
                 sizes = [longest] * self.size
-                equal = self._exchange.deal(fingerprint, local, sizes, longest, Copies(outs), self._everyone)
+                equal = self._exchange.move(fingerprint, local, sizes, longest, Copies(outs))
         if not equal:
             self._all_to_all_uneven(out, inputs)
 
@@ -313,8 +330,8 @@ class Collectives:
         ):
             expected, dtype = [len(part) for part in outs], outs[0].dtype
             sent = [len(part) for part in local]
-            counts = exchange_lengths(self.comm, self._exchange, "all_to_all", dtype, 0, sent, expected)
-            self._exchange.deal(0, local, expected, max(map(max, counts)), Copies(outs), self._everyone)
+            counts = self._exchange.lengths("all_to_all", dtype, 0, sent, expected)
+            self._exchange.move(0, local, expected, max(map(max, counts)), Copies(outs))
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait until all ranks have called it."""

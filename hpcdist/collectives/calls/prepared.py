@@ -1,8 +1,8 @@
-"""Collective calls through slots, prepared once per shape and reused by later calls with the same shapes.
+"""Collective calls prepared once per shape, and reused by later calls with the same shapes: through slots, or by MPI.
 
 A training loop repeats the same calls at every step. torch takes one to three microseconds to view, copy or add a
-tensor, however short, and NumPy a third. So a prepared call works on NumPy arrays of the tensors and the slots; on
-torch tensors if NumPy can't combine the dtype. Long tensors pass in segments of a slot.
+tensor, however short, and NumPy a third. So a call through slots works on NumPy arrays of the tensors and the slots, or
+on torch tensors if NumPy can't combine the dtype. Long tensors pass in segments of a slot.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hpcdist.collectives.base import Scratch
+from hpcdist.collectives.calls.exchange import MESSAGE_BYTES
 from hpcdist.collectives.calls.reduction import array_reduction, reduction
 from hpcdist.collectives.tuning.timing import Trial
 from hpcdist.comm.chunks import slices
@@ -23,6 +25,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.slots import GatheredRows, Rows, Slots, array_of
 
 SLICED_BYTES = 1 << 15  # of longer tensors on three ranks or more, each rank reduces a slice and shares the result
+# Dtypes that MPI sums fast.
+SUMMED = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
 KNOWN = 512  # maximum number of values that `remember` keeps
 K = TypeVar("K")
 V = TypeVar("V")
@@ -250,6 +254,72 @@ class PreparedCalls:
         binds = {length: of_length(length) for length in {cut.stop - cut.start for cut in cuts}}
         segments = [(cut, binds[cut.stop - cut.start]) for cut in cuts]
         return SlotCall(self.slots, self.comm, fingerprint, views, segments, fetched if self.slots.counted else 0)
+
+
+class CallsByLibrary:
+    """Prepares calls by the MPI library's functions: across nodes, and for long copies inside one node.
+
+    Before each call the ranks compare its fingerprint, so that a mismatch is refused before anything is overwritten.
+    MPI does not specify the order of additions, and lacks some operations and dtypes: so only sums and means use the
+    fastest all-reduce. Other reductions exchange the ranks' tensors, and combine them in rank order.
+
+    The methods have the arguments of those of `PreparedCalls`. They return None if point-to-point messages are faster.
+
+    Args:
+        agree: returns whether all ranks have a fingerprint.
+        fastest: maps "sum" or "mean" to the fastest all-reduce.
+    """
+
+    def __init__(
+        self, comm: Communicator, agree: Callable[[int], bool], fastest: Callable[[str], Callable[[Tensor], None]]
+    ):
+        self.comm: Any = comm  # an MpiCommunicator
+        self.size = comm.size
+        self._agree, self._fastest, self._inbox = agree, fastest, Scratch()
+
+    def all_reduce(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> PreparedCall | None:
+        if operation in ("sum", "mean") and dtype in SUMMED:
+            return self._agreed(fingerprint, lambda local: self._fastest(operation)(local))
+        return None
+
+    def broadcast(self, fingerprint: int, dtype: torch.dtype, count: int, root: int) -> PreparedCall:
+        return self._agreed(fingerprint, lambda local: self.comm.broadcast(local, root))
+
+    def all_gather(self, fingerprint: int, dtype: torch.dtype, count: int) -> PreparedCall:
+        def make(out: Tensor, local: Tensor) -> None:
+            overlaps = out.data_ptr() <= local.data_ptr() < out.data_ptr() + out.nbytes
+            self.comm.all_gather(out, local.clone() if overlaps else local)  # MPI forbids overlapping buffers
+
+        return self._agreed(fingerprint, make)
+
+    def all_to_all(self, fingerprint: int, dtype: torch.dtype, count: int) -> PreparedCall:
+        def make(out: Tensor, inputs: Tensor) -> None:
+            self.comm.all_to_all(out, inputs.clone() if out.data_ptr() == inputs.data_ptr() else inputs)
+
+        return self._agreed(fingerprint, make)
+
+    def reduce_scatter(self, fingerprint: int, dtype: torch.dtype, count: int, operation: str) -> PreparedCall | None:
+        if self.size * count * dtype.itemsize > MESSAGE_BYTES:  # messages are then combined while others are in flight
+            return None
+        combine = reduction(operation, dtype)
+
+        def make(out: Tensor, inputs: Tensor) -> None:
+            received = self._inbox.empty_like(inputs, len(inputs))
+            self.comm.all_to_all(received, inputs)
+            combine(list(received.view(self.size, -1)), out)
+
+        return self._agreed(fingerprint, make)
+
+    def _agreed(self, fingerprint: int, make: Callable[..., None]) -> PreparedCall:
+        """Return the call `make`, on flat tensors, run if all ranks have the same fingerprint."""
+
+        def call(*tensors: Tensor) -> bool:
+            agreed = self._agree(fingerprint)
+            if agreed:
+                make(*(tensor.detach().view(-1) for tensor in tensors))
+            return agreed
+
+        return call
 
 
 def _combining(operation: str, dtype: torch.dtype) -> tuple[Combine, bool, View]:

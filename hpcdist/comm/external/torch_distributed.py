@@ -137,11 +137,8 @@ def rendezvous(comm: Communicator, interface: str = "") -> Rendezvous:
 def _probe_addresses(comm: Communicator, interface: str, near: list[bool]) -> tuple[str, str, str]:
     """Collective. Find the addresses at which the ranks reach rank 0, by connecting to a test socket.
 
-    Args:
-        near: whether each rank shares rank 0's network stack. Such ranks use an address that another rank has reached.
-
-    Returns:
-        The address at which rank 0 should listen, empty for all; its address for this rank; and this rank's address.
+    Ranks `near` rank 0, in its network stack, use an address that another rank has reached. Returns the address at
+    which rank 0 should listen, empty for all; its address for this rank; and this rank's address.
     """
     local = addresses(interface)
     with listen() if comm.rank == 0 else nullcontext() as probe:

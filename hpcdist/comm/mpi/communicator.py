@@ -22,31 +22,11 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.attached import find_nodes
 from hpcdist.comm.mpi.calls import ALL_RANKS, ANY_RANK, BROADCAST, Call, FaultTolerance, clock, world_ranks
 from hpcdist.comm.mpi.library import end, version
-from hpcdist.comm.mpi.messages import (
-    NUMBERS,
-    SENDING,
-    SUMMED,
-    MpiRequest,
-    Staging,
-    memory_at,
-    numbers,
-)
+from hpcdist.comm.mpi.messages import NUMBERS, SENDING, SUMMED, MpiRequest, Staging, memory_at
 from hpcdist.comm.mpi.process import Process
 from hpcdist.comm.mpi.transports import Transports
 from hpcdist.comm.mpi.window import MpiWindow
-from hpcdist.comm.transfer import (
-    ANY,
-    TAG_LIMIT,
-    WIDE,
-    Closed,
-    Envelope,
-    Request,
-    Traffic,
-    check_flat,
-    check_rank,
-    check_source_and_tag,
-    check_tag,
-)
+from hpcdist.comm.transfer import ANY, TAG_LIMIT, WIDE, Closed, Envelope, Request, Traffic, check_flat
 from hpcdist.comm.window import Put, Window
 from hpcdist.errors import CommunicationError
 
@@ -96,12 +76,7 @@ class MpiCommunicator(Communicator):
         process.calls[id(self.calls)] = self.calls
 
     # --- point to point -------------------------------------------------------------------------------------------
-    def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
-        check_flat(send, "send")
-        check_flat(recv, "recv")
-        check_rank(dest, self.size, "dest")
-        check_rank(source, self.size, "source")
-        check_tag(tag)
+    def _sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int) -> None:
         if self.staging.direct(send) and self.staging.direct(recv):
             args = (self.staging.message(send), dest, tag, self.staging.message(recv), source, tag)
             self.calls.communicate("sendrecv", source, self.mpi.Sendrecv, *args)
@@ -111,10 +86,7 @@ class MpiCommunicator(Communicator):
                 self.calls.communicate("sendrecv", source, self.mpi.Sendrecv, *args)
         self.traffic.sent(send.nbytes)
 
-    def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
-        check_flat(tensor)
-        check_rank(dest, self.size, "dest")
-        check_tag(tag)
+    def _isend(self, tensor: Tensor, dest: int, tag: int) -> Request:
         host, start = tensor, clock()
         if not self.staging.direct(tensor):
             host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
@@ -123,14 +95,13 @@ class MpiCommunicator(Communicator):
         self.traffic.sent(tensor.nbytes)
         return MpiRequest(self.calls, request, SENDING, dest, host)
 
-    def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
-        check_flat(tensor)
+    def _irecv(self, tensor: Tensor, source: int, tag: int) -> Request:
         source, tag, peer = self._mpi_source(source, tag)
         host = tensor if self.staging.direct(tensor) else torch.empty_like(tensor, device="cpu", pin_memory=True)
         request = self.calls.attempt("irecv", peer, self.mpi.Irecv, self.staging.message(host), source, tag)
         return MpiRequest(self.calls, request, "irecv", peer, host, None if host is tensor else tensor)
 
-    def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
+    def _probe(self, source: int, tag: int, block: bool) -> Envelope | None:
         source, tag, peer = self._mpi_source(source, tag)
         status = MPI.Status()
 
@@ -146,7 +117,6 @@ class MpiCommunicator(Communicator):
 
     def _mpi_source(self, source: int, tag: int) -> tuple[int, int, int]:
         """Convert the source and tag of a receive to MPI's; return them and the peer to wait for."""
-        check_source_and_tag(source, tag, self.size)
         any_tag = MPI.ANY_TAG if tag == ANY else tag
         return (MPI.ANY_SOURCE, any_tag, ANY_RANK) if source == ANY else (source, any_tag, source)
 
@@ -188,7 +158,7 @@ class MpiCommunicator(Communicator):
             with self.staging.host(tensor) as host:
                 for part in host.split(self.staging.longest):
                     self.calls.count += 1
-                    into = numbers(part)
+                    into = [memory_at(part.data_ptr(), part.nbytes), part.numel(), SUMMED[part.dtype]]
                     self.calls.communicate("allreduce", ALL_RANKS, self.failures.surviving.Allreduce, _IN_PLACE, into)
                 self.traffic.sent(self._hops * tensor.nbytes // self.size, self._hops)
         elif tensor.dtype in NUMBERS or tensor.dtype in (torch.float16, torch.bfloat16):
@@ -198,9 +168,7 @@ class MpiCommunicator(Communicator):
         else:
             raise CommunicationError(f"dtype of a sum must be numeric; got {tensor.dtype}. Convert the tensor first.")
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        check_flat(tensor)
-        check_rank(root, self.size, "root")
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
         self.calls.count += 1
         with self.staging.host(tensor, read=self.rank == root, write=self.rank != root) as host:
             self.calls.communicate(
@@ -317,7 +285,7 @@ class MpiCommunicator(Communicator):
         helps = self.platform.concurrent and len(set(self.nodes)) > 1  # inside a node messages progress anyway
         return self.process.progress.running() if helps else nullcontext()
 
-    def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
+    def _window(self, count: int, dtype: torch.dtype) -> Window:
         return MpiWindow(self, count, dtype)
 
     def put_all(self, puts: Iterable[Put]) -> None:

@@ -33,19 +33,6 @@ NUMBERS = {
 SUMMED = {dtype: kind for dtype, kind in NUMBERS.items() if dtype.itemsize > 2}
 
 memory_at = MPI.memory.fromaddress
-LONGEST = 2**30  # largest count (elements or bytes): MPI's counts have 32 bits
-
-
-def message(tensor: Tensor, count: int | None = None, longest: int = LONGEST) -> list:
-    """Return a flat tensor as an MPI buffer for a transfer, with an MPI type of the same element width.
-
-    Args:
-        count: number of elements to or from one rank, if not all.
-        longest: larger counts are sent as a single element of a derived MPI type.
-    """
-    count = tensor.numel() if count is None else count
-    counted = [count, CARRIERS[tensor.itemsize]] if count <= longest else [1, _long(tensor.itemsize, count, longest)]
-    return [memory_at(tensor.data_ptr(), tensor.nbytes), *counted]
 
 
 @cache
@@ -59,11 +46,6 @@ def _long(itemsize: int, count: int, longest: int) -> MPI.Datatype:
     return MPI.Datatype.Create_struct([blocks, rest], [0, (count - rest) * itemsize], [block_type, carrier]).Commit()
 
 
-def numbers(tensor: Tensor) -> list:
-    """Return a flat tensor as an MPI buffer for a reduction; raise KeyError for dtypes that are not in SUMMED."""
-    return [memory_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), SUMMED[tensor.dtype]]
-
-
 SENDING = "isend"
 
 
@@ -73,15 +55,22 @@ class Staging:
     Args:
         device_aware: True if MPI itself reads and writes device memory; then nothing is staged. Off unless the
             user asks for it: sites warn that device-aware MPI with NCCL can deadlock.
-        longest: as for `message`.
     """
 
-    def __init__(self, device_aware: bool = False, longest: int = LONGEST):
-        self.device_aware, self.longest = device_aware, longest
+    longest = 2**30  # largest count (elements or bytes): MPI's counts have 32 bits
+
+    def __init__(self, device_aware: bool = False):
+        self.device_aware = device_aware
 
     def message(self, tensor: Tensor, count: int | None = None) -> list:
-        """Return a flat tensor as an MPI buffer; see the function `message`."""
-        return message(tensor, count, self.longest)
+        """Return a flat tensor as an MPI buffer for a transfer, with an MPI type of the same element width.
+
+        Args:
+            count: number of elements to or from one rank, if not all.
+        """
+        count, width = tensor.numel() if count is None else count, tensor.itemsize
+        counted = [count, CARRIERS[width]] if count <= self.longest else [1, _long(width, count, self.longest)]
+        return [memory_at(tensor.data_ptr(), tensor.nbytes), *counted]
 
     def direct(self, tensor: Tensor) -> bool:
         """Return whether MPI may use the tensor's memory directly; wait until the device has finished writing it."""
@@ -110,7 +99,7 @@ class MpiRequest(Request):
 
     Args:
         what: name of the call, for messages.
-        peer: the other rank, or ALL_RANKS or ANY_RANK.
+        peer: the other rank, or ANY_RANK.
         host: the buffer.
         device: if the buffer is a staged copy, the tensor to which it is copied at the end.
     """

@@ -133,13 +133,8 @@ def _create_memfd(n_bytes: int) -> int:
 
 
 def _map(comm: Any, rank: int, file_of: Sequence[int], local_file: int) -> mmap.mmap | memoryview:
-    """Map the memory of a rank of this node; an empty view for a dead rank.
-
-    Args:
-        file_of: the rank's file: its descriptor in that rank's process, and its size.
-        local_file: descriptor of this rank's file.
-    """
-    file, n_bytes = file_of
+    """Map the memory of a rank of this node; an empty view for a dead rank."""
+    file, n_bytes = file_of  # its descriptor in that rank's process
     if not n_bytes:
         return memoryview(b"")
     if rank == comm.rank:

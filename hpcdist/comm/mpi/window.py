@@ -22,7 +22,7 @@ from hpcdist.comm.mpi.calls import clock
 from hpcdist.comm.mpi.messages import Staging, memory_at
 from hpcdist.comm.mpi.node_memory import LockedMemory, MemfdMemory, NodeMemory
 from hpcdist.comm.mpi.tcp import TcpTransfers
-from hpcdist.comm.window import Predicate, Window, check_count
+from hpcdist.comm.window import Predicate, Window
 
 
 class MpiWindow(Window):
@@ -35,7 +35,6 @@ class MpiWindow(Window):
     """
 
     def __init__(self, comm: Any, count: int, dtype: torch.dtype, transport: str | None = None):
-        check_count(count)
         self.comm, self._tolerant = comm, comm.failures.tolerant
         lengths = [n or 0 for n in comm.gather(int(count))]  # 0 for dead ranks
         if self._tolerant:

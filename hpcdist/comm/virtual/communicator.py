@@ -1,8 +1,10 @@
-"""The communicator of virtual ranks, on the virtual clock."""
+"""The communicator of virtual ranks, on the virtual clock, and its call queue: a thread that runs calls meanwhile."""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections import deque
 from collections.abc import Iterable
 from typing import cast
 
@@ -11,23 +13,13 @@ from torch import Tensor
 
 from hpcdist.comm.capabilities import Failures, Platform, Trace
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.transfer import (
-    ANY,
-    Envelope,
-    Request,
-    Traffic,
-    addable,
-    check_flat,
-    check_rank,
-    check_source_and_tag,
-    check_tag,
-)
-from hpcdist.comm.virtual.collectives import children, sum_in_rank_order
+from hpcdist.comm.transfer import Envelope, Request, Traffic, addable, check_flat
+from hpcdist.comm.virtual.clock import IDLE, VirtualRank
 from hpcdist.comm.virtual.compute import at_least_0, require
-from hpcdist.comm.virtual.group import Group, Member, Message, Receive
-from hpcdist.comm.virtual.queue import VirtualQueue
-from hpcdist.comm.virtual.window import VirtualMemory, VirtualRankMemory
+from hpcdist.comm.virtual.group import Group, Member, Message, Receive, children, sum_in_rank_order
+from hpcdist.comm.virtual.window import VirtualMemory, VirtualRankMemory, VirtualWindow
 from hpcdist.comm.window import Put, Window
+from hpcdist.comm.work import CallQueue, Task
 from hpcdist.errors import CommunicationError
 
 
@@ -52,11 +44,8 @@ class VirtualCommunicator(Communicator):
         self.clock, self._traffic = self._member.clock, self.trace.traffic
 
     # --- point to point -------------------------------------------------------------------------------------------
-    def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
+    def _isend(self, tensor: Tensor, dest: int, tag: int) -> Request:
         self._member.enter()
-        check_flat(tensor)
-        check_rank(dest, self.size, "dest")
-        check_tag(tag)
         path = self._member.path_to(dest)
         duration_s = path.duration_s(tensor.nbytes)
         start_s, end_s = path.out.reserve(self.clock.now_s, duration_s)
@@ -65,15 +54,12 @@ class VirtualCommunicator(Communicator):
         self._traffic.sent(tensor.nbytes)
         return SendRequest(self._member, end_s)
 
-    def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
+    def _irecv(self, tensor: Tensor, source: int, tag: int) -> Request:
         self._member.enter()
-        check_source_and_tag(source, tag, self.size)
-        check_flat(tensor)
         return ReceiveRequest(self._member, tensor, source, tag)
 
-    def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
+    def _probe(self, source: int, tag: int, block: bool) -> Envelope | None:
         self._member.enter(polling=not block)
-        check_source_and_tag(source, tag, self.size)
         arrivals, awaited = self._member.arrivals, self._member.describe(source, tag)
         with self._member.counted("waiting_s"):
             if arrivals.find(source, tag) is not None:
@@ -99,10 +85,8 @@ class VirtualCommunicator(Communicator):
         local.copy_(self._member.synchronize(f"allreduce of {_shape(tensor)}", local, conclude, "communicating_s"))
         self._traffic.sent(hops * local.nbytes // self.size, hops)
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
         """Collective. Copy root's `tensor` to all ranks, with the time of a binomial tree."""
-        check_flat(tensor)
-        check_rank(root, self.size, "root")
         local = tensor.detach()
 
         def conclude(tensors: list[Tensor]) -> tuple[list, float]:
@@ -144,8 +128,10 @@ class VirtualCommunicator(Communicator):
         group, rank = result
         return VirtualCommunicator(group, rank, self.failures.deadline_s, traffic)
 
-    def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
-        return self.memory.window(count, dtype)
+    def _window(self, count: int, dtype: torch.dtype) -> Window:
+        with torch.inference_mode(False):  # ranks in other modes may write it
+            local = torch.zeros(count, dtype=dtype)
+        return VirtualWindow(self._member, local, self.memory.expose(f"window of {dtype}", local))
 
     def put_all(self, puts: Iterable[Put]) -> None:
         self._member.enter()
@@ -222,8 +208,8 @@ class ReceiveRequest(Request):
 
     def wait(self) -> None:
         self._member.enter()
-        if self._posted.message is None:
-            with self._member.counted("communicating_s"):
+        with self._member.counted("communicating_s"):
+            if self._posted.message is None:
                 self._arrivals.block(self._posted, self._awaits(), self._member.failures.deadline_s)
         self._copy()
 
@@ -242,3 +228,55 @@ class ReceiveRequest(Request):
                 f"elements of {tensor.itemsize}. Lengths and dtypes must agree."
             )
         tensor.view(torch.uint8)[: message.data.nbytes].copy_(message.data)
+
+
+class VirtualQueue(CallQueue):
+    """Runs a communicator's calls in order; see `CallQueue`. `member` is the rank in the communicator's group."""
+
+    def __init__(self, member: Member):
+        super().__init__(threaded=member.size > 1)
+        self._member, self._waiting = member, deque[Task]()
+        self._thread: VirtualRank
+
+    def _start(self) -> None:
+        self._thread = self._member.clock.thread(self._member.me.rank, self._run)
+
+    def _event(self) -> threading.Event:
+        self._member.enter()
+        return VirtualEvent(self._member)
+
+    def _put(self, task: Task) -> None:
+        self._waiting.append(task)
+        if self._thread.awaits is IDLE:
+            self._member.clock.wake(self._thread)
+
+    def _next(self) -> Task:
+        while not self._waiting:
+            self._member.clock.block(self._thread, IDLE)
+        return self._waiting.popleft()
+
+
+class VirtualEvent(threading.Event):
+    """An event for which one thread of a virtual rank waits on the virtual clock."""
+
+    def __init__(self, member: Member):
+        super().__init__()
+        self._member = member
+        self._waits: VirtualRank | None = None
+
+    def set(self) -> None:
+        super().set()
+        if self._waits is not None:
+            self._member.clock.wake(self._waits)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until `set`, at most until the communicator's deadline; `timeout` is ignored."""
+        self._member.enter()
+        me = self._member.me
+        try:
+            while not self.is_set():
+                self._waits = me
+                self._member.clock.block(me, "the end of calls in flight", self._member.failures.deadline_s)
+        finally:
+            self._waits = None
+        return True

@@ -26,7 +26,7 @@ from hpcdist.comm.transfer import addable, check_flat
 from hpcdist.comm.virtual.clock import VirtualRank
 from hpcdist.comm.virtual.group import Member
 from hpcdist.comm.virtual.network import Path
-from hpcdist.comm.window import Memory, Predicate, Window, atomic, check_count
+from hpcdist.comm.window import Memory, Predicate, Window, atomic
 
 
 class Exposed:
@@ -116,16 +116,16 @@ class VirtualMemory(Memory):
     def writing(self, values: Tensor, rank: int, offset: int) -> Iterator[float]:
         """Return the effect that writes values at their time of arrival."""
         self._check(rank, offset, values)
-        return self._write(values.detach(), self._memories[rank], offset, self._member.path_to(rank), _copy)
+        return self._write(values.detach(), rank, offset, _copy)
 
     def _change(self, what: str, values: Tensor, rank: int, offset: int, apply: Callable) -> None:
-        memory = self._memories[rank]
         with self._member.counted("communicating_s"):
-            effect = self._write(values.detach(), memory, offset, self._member.path_to(rank), apply)
-            self._clock.perform(self._member.me, f"a {what} to rank {memory.owner.rank}", effect)
+            effect = self._write(values.detach(), rank, offset, apply)
+            self._clock.perform(self._member.me, f"a {what} to rank {self._memories[rank].owner.rank}", effect)
 
-    def _write(self, values: Tensor, memory: Exposed, offset: int, path: Path, apply: Callable) -> Iterator[float]:
+    def _write(self, values: Tensor, rank: int, offset: int, apply: Callable) -> Iterator[float]:
         """Effect of a put or accumulate: reserve the links, and apply both halves at their times."""
+        memory, path = self._memories[rank], self._member.path_to(rank)
         n, half, duration_s = values.numel(), values.numel() // 2, path.duration_s(values.nbytes)
         start_s, _ = path.out.reserve(self._clock.now_s, duration_s)
         yield start_s
@@ -198,7 +198,7 @@ class VirtualAttached(VirtualMemory):
 
 
 class VirtualRankMemory(RankMemory):
-    """The `RankMemory` of virtual ranks, which also creates their windows."""
+    """The `RankMemory` of virtual ranks."""
 
     can_attach = True
 
@@ -206,18 +206,12 @@ class VirtualRankMemory(RankMemory):
         super().__init__(member.rank, nodes)
         self._member = member
 
-    def window(self, count: int, dtype: torch.dtype) -> Window:
-        check_count(count)
-        with torch.inference_mode(False):  # ranks in other modes may write it
-            local = torch.zeros(count, dtype=dtype)
-        return VirtualWindow(self._member, local, self._expose(f"window of {dtype}", local))
-
     def attach(self, tensor: Tensor) -> Memory:
         check_flat(tensor)
-        exposed = self._expose(f"attach of {tensor.numel()} x {tensor.dtype}", tensor)
+        exposed = self.expose(f"attach of {tensor.numel()} x {tensor.dtype}", tensor)
         return VirtualAttached(self._member, tensor, exposed)
 
-    def _expose(self, call: str, local: Tensor) -> list[Exposed]:
+    def expose(self, call: str, local: Tensor) -> list[Exposed]:
         """Collective. Return the memories of all ranks: this one's is `local`. `call` describes the call."""
         group = self._member.group
 

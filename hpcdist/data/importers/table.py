@@ -1,4 +1,4 @@
-"""A table: CSV with a header, Parquet, or NumPy arrays."""
+"""A table: CSV with a header, Parquet, or a NumPy array."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def convert(
     samples alone and are stored as x_mean, x_std, y_mean and y_std. A constant column keeps deviation 1.
 
     Args:
-        source: A .csv file with a header; a .parquet file; a .npy file with an array (samples, columns), whose columns
-            are called 0, 1, and so on; or a .npz file with one such array, or with two called x and y.
+        source: A .csv file with a header; a .parquet file; or a .npy file with an array (samples, columns), whose
+            columns are called 0, 1, and so on.
         destination: The file to write.
         target: The column or columns to predict, with commas between; by default the last one.
         task: "regression" or "classification", to be said where there is one target of whole numbers, which may be
@@ -115,25 +115,19 @@ def convert(
 
 def _read(path: Path, target: str, delimiter: str, words: str, decimal: str) -> Table:
     if not path.is_file():
-        raise DataError(f"{path} must be a .csv, .parquet, .npy or .npz file; there is no such file.")
-    if path.suffix in (".csv", ".parquet"):
-        frame = _read_csv(path, delimiter, decimal) if path.suffix == ".csv" else _read_parquet(path)
-        shape = frame.shape
-    elif path.suffix in (".npy", ".npz"):
-        arrays = _read_numpy(path)
-        if arrays.keys() == {"x", "y"}:
-            return _choose_target(path, *_from_pair(path, arrays["x"], arrays["y"], target), delimiter, words)
-        if len(arrays) != 1:
-            raise DataError(
-                f"{path} must have one array, or two called x and y; got {', '.join(arrays) or 'none'}. The importer "
-                "arrays takes others, such as x_train, y_train, x_test and y_test."
-            )
-        (values,) = arrays.values()
-        frame, shape = pd.DataFrame(values if values.ndim == 2 else None).rename(columns=str), values.shape
+        raise DataError(f"{path} must be a .csv, .parquet or .npy file; there is no such file.")
+    if path.suffix == ".csv":
+        frame = _read_csv(path, delimiter, decimal)
+    elif path.suffix == ".parquet":
+        frame = _read_parquet(path)
+    elif path.suffix == ".npy":
+        frame = _read_numpy(path)
     else:
-        raise DataError(f"{path} must end in .csv, .parquet, .npy or .npz; got {path.suffix!r}.")
-    if len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
-        raise DataError(f"{path} must have at least 1 sample of at least 2 columns; got shape {shape}.")
+        raise DataError(
+            f"{path} must end in .csv, .parquet or .npy; got {path.suffix!r}. The importer arrays takes .npz."
+        )
+    if frame.shape[0] < 1 or frame.shape[1] < 2:
+        raise DataError(f"{path} must have at least 1 sample of at least 2 columns; got shape {frame.shape}.")
     return _choose_target(path, frame, target, delimiter, words)
 
 
@@ -217,24 +211,12 @@ def _check_header(path: Path, names: list[str], delimiter: str) -> None:
         )
 
 
-def _read_numpy(path: Path) -> dict[str, np.ndarray]:
-    arrays = loaded(path)
-    for name, values in arrays.items():
-        if values.dtype.kind not in "biuf":
-            raise DataError(f"{path} must have real numbers; got {values.dtype} in {name}. Save it again.")
-    return {name: values.astype(np.float64) for name, values in arrays.items()}
-
-
-def _from_pair(path: Path, x: np.ndarray, y: np.ndarray, target: str) -> tuple[pd.DataFrame, str]:
-    """Return one table of features x0, x1... and targets y0, y1..., and the targets' names with commas between."""
-    if target:
-        raise ConfigError(f"target must be omitted where {path} has arrays x and y; got {target!r}.")
-    y = y[:, np.newaxis] if y.ndim == 1 else y
-    if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or 0 in x.shape + y.shape:
-        rule = "x of shape (samples, features) and y of shape (samples, targets)"
-        raise DataError(f"{path} must have {rule}; got {x.shape} and {y.shape}.")
-    frames = [pd.DataFrame(values).add_prefix(name) for name, values in (("x", x), ("y", y))]
-    return pd.concat(frames, axis=1), ",".join(frames[1].columns)
+def _read_numpy(path: Path) -> pd.DataFrame:
+    values = loaded(path).get("table", np.empty(0))
+    if values.ndim != 2 or values.dtype.kind not in "biuf":
+        got = f"{values.dtype} of shape {values.shape}"
+        raise DataError(f"{path} must have real numbers of shape (samples, columns); got {got}. Save it again.")
+    return pd.DataFrame(values.astype(np.float64)).rename(columns=str)
 
 
 def _choose_target(path: Path, frame: pd.DataFrame, target: str, delimiter: str, words: str) -> Table:

@@ -4,12 +4,3 @@
 
 A baseline uses the settings of `hpcdist train`, except the strategy's, and the same batches, and writes the same files.
 """
-
-from __future__ import annotations
-
-from hpcdist.registry import Catalogue, subclass_of
-from hpcdist.tools.baselines.base import BaselineTrainer
-
-__all__ = ["BaselineTrainer", "catalogue"]
-
-catalogue = Catalogue("baselines", __name__, "baseline", subclass_of("hpcdist.tools.baselines.base:Library"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import writable
+from hpcdist.tools.cli.base import Group, writable
 from hpcdist.tools.options import Overrides
 
 if TYPE_CHECKING:  # its module imports pydantic
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # its module imports pydantic
 
 app = typer.Typer(
     name="slurm",
+    cls=Group,
     no_args_is_help=True,
     help="Batch jobs: write a batch script from a job's file, check it, submit it, follow it.",
 )
@@ -106,7 +107,6 @@ def submit(
     """
     from hpcdist.tools.slurm import queue, watch
     from hpcdist.tools.slurm.check import examine
-    from hpcdist.tools.slurm.render import render
 
     spec, profile = _load(toml, site, overrides)
     findings = examine(spec, profile)
@@ -114,7 +114,7 @@ def submit(
         console.note(str(finding))
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
-    entry = queue.submit(spec, render(spec, profile).text)
+    entry = queue.submit(spec, profile)
     print(entry.job)
     console.note(f"job {entry.job}: its run goes to {entry.output}, its log to {entry.log}")
     if wait:

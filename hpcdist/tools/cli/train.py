@@ -52,7 +52,8 @@ def train(
     """
     from hpcdist import session
     from hpcdist.comm.launch import job_end
-    from hpcdist.tools.baselines import BaselineTrainer, catalogue
+    from hpcdist.registry import catalogue
+    from hpcdist.tools.baselines.base import BaselineTrainer
     from hpcdist.train import runs
 
     comm = session.init(bind=bind, run=False)
@@ -71,7 +72,7 @@ def train(
         timeline=timeline,
         allow_changes=allow_changes,
         environment=os.environ,
-        make=runs.Trainer if baseline is None else partial(BaselineTrainer, catalogue.load(baseline)),
+        make=runs.Trainer if baseline is None else partial(BaselineTrainer, catalogue("baselines").load(baseline)),
     )
     if summary is None:
         raise typer.Exit(LEFT)

@@ -14,7 +14,8 @@ from pandas import DataFrame
 from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import Summary, load_summary
-from hpcdist.tools import baselines, console, report
+from hpcdist.registry import catalogue
+from hpcdist.tools import console, report
 from hpcdist.tools.compare.experiment import Comparison
 from hpcdist.tools.compare.folder import require_same, write
 from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, mean_metric, plan
@@ -235,7 +236,7 @@ def _check_options(experiment: Comparison) -> None:
             option = "--strategies NAME:KEY=VALUE" if key == "strategy" else "--seeds"
             raise ConfigError(f"--set and --config must leave {key} to {option}; got it there. Remove it.")
     for baseline in experiment.baselines:
-        baselines.catalogue.find(baseline)  # raises UnknownNameError
+        catalogue("baselines").find(baseline)  # raises UnknownNameError
     names = [*experiment.strategies, *experiment.baselines]
     for name in experiment.rates:
         if name not in names:

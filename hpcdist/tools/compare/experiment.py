@@ -26,6 +26,7 @@ E = TypeVar("E", bound="Experiment")
 COUNT = Interval(ge=1, le=100_000)  # limit for values read from files
 ANY = Interval(ge=0)
 UNITS = ("samples", "steps", "seconds")
+BUDGET = "samples=N, steps=N or seconds=N, with N above 0"
 COMMAS = re.compile(r",(?![^\[{]*[\]}])")  # commas outside of brackets
 _OPTION = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*=")
 
@@ -46,13 +47,9 @@ def read_budget(value: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
     items = [f"{unit}={limit}" for unit, limit in value.items()] if isinstance(value, Mapping) else value
     budget: dict[str, float] = {}
     for item in ",".join(items).split(",") if items else ():
-        unit, _, number = item.strip().partition("=")
-        try:
-            limit = float(number)
-        except ValueError:
-            limit = 0.0
+        unit, limit = read_number("--budget", BUDGET, "samples=20000", item.strip())
         if unit not in UNITS or not 0 < limit < float("inf"):
-            raise ConfigError(f"--budget must be samples=N, steps=N or seconds=N, with N above 0; got {item!r}.")
+            raise ConfigError(f"--budget must be {BUDGET}; got {item!r}.")
         budget[unit] = limit if unit == "seconds" else int(limit)
     return budget
 

@@ -13,8 +13,8 @@ from hpcdist.config.job import JobConfig
 from hpcdist.config.merge import load
 from hpcdist.config.optimizer import OWN_RATES, optimizers
 from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.registry import catalogue
 from hpcdist.session.run import arguments_by_name
-from hpcdist.tools import baselines
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.plan import ComparedGroup, PlannedRun, groups
 from hpcdist.tools.compare.script import OF_EVERY_RUN, placeholders
@@ -62,7 +62,7 @@ class TrainedJob:
             if run.kind == "baseline":
                 if not config.parallel.whole:
                     return "its ranks hold the whole model, but parallel.stages is more than 1."
-                return baselines.catalogue.load(run.name).why_not()
+                return catalogue("baselines").load(run.name).why_not()
             return _rehearsed(config, run.ranks)
 
     def create_data(self) -> None:

@@ -17,7 +17,6 @@ from hpcdist.tools.compare.run_all import ExperimentRuns, missing, prepare
 from hpcdist.tools.runs import FAILURE, is_done, last_lines
 from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.check import examine
-from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
 from hpcdist.tools.slurm.state import FORGOTTEN, State, describe
 
@@ -98,7 +97,7 @@ def submit_missing(
         for run in remaining:
             prepare(run, output)
         for spec in specs:
-            entry = queue.submit(spec, render(spec, profile).text)
+            entry = queue.submit(spec, profile)
             history.append(entry, output)  # read by `pending`
             print(entry.job)
             console.note(f"job {entry.job}: runs on {spec.size} ranks: {entry.cases}; their logs go to {entry.log}")

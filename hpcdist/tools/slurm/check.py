@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.config.merge import load
-from hpcdist.errors import ConfigError, HpcdistError
+from hpcdist.errors import HpcdistError
 from hpcdist.registry import catalogue
 from hpcdist.tools.slurm import limits
 from hpcdist.tools.slurm.limits import Problem, error, warning
@@ -164,12 +164,7 @@ def _output(spec: JobSpec, site: Site) -> Problems:
         )
 
 
-def _strategy(spec: JobSpec, site: Site) -> Problems:
-    if not spec.command and not _files_exist(spec):  # otherwise `_settings` checks the strategy, too
-        try:
-            catalogue("strategies").find(_strategy_name(spec))
-        except ConfigError as failure:
-            yield error(str(failure))
+def _ranks(spec: JobSpec, site: Site) -> Problems:
     if spec.job and spec.size == 1 and not spec.folders:  # runs of a comparison may be on one rank
         yield warning("nodes or ranks_per_node must be more than 1 to distribute anything; got one rank. Raise one.")
 
@@ -306,7 +301,7 @@ def _files_exist(spec: JobSpec) -> bool:
 
 
 RULES: tuple[Callable[[JobSpec, Site], Problems], ...] = (
-    _time, _directives, _paths, _command, _output, _strategy, _servers, _stages, _gpus, _cores, _checkpointing,
+    _time, _directives, _paths, _command, _output, _ranks, _servers, _stages, _gpus, _cores, _checkpointing,
     _study, _settings,
 )  # fmt: skip
 
@@ -320,7 +315,7 @@ def _contract(name: str) -> Contract | None:
     try:
         return catalogue("strategies").load(name).contract
     except HpcdistError:
-        return None  # reported by `_strategy` or `_settings`
+        return None  # reported by `_settings`
 
 
 def _run(spec: JobSpec) -> dict[str, Any]:

@@ -15,15 +15,16 @@ from hpcdist.config.files import git_commit
 from hpcdist.errors import ConfigError, QueueError
 from hpcdist.tools.slurm import history
 from hpcdist.tools.slurm.history import Submission
-from hpcdist.tools.slurm.spec import JobSpec
+from hpcdist.tools.slurm.render import render
+from hpcdist.tools.slurm.spec import JobSpec, Site
 from hpcdist.tools.slurm.state import FORGOTTEN, State, read, status_of
 
 SHORTEST_S, LONGEST_S = 0.25, 10.0  # between queries: the controller serves all users
 NO_VALUE = 2**64 - 16  # in Slurm's accounting, numbers from here on mean "no value"
 
 
-def submit(spec: JobSpec, text: str) -> Submission:
-    """Submit a batch script to Slurm, and record it in the history."""
+def submit(spec: JobSpec, site: Site) -> Submission:
+    """Submit a job's batch script to Slurm, and record it in the history."""
     if spec.shape == "interactive":
         raise ConfigError(
             "shape must be a batch shape to be submitted; got 'interactive'. Run the script that "
@@ -33,7 +34,7 @@ def submit(spec: JobSpec, text: str) -> Submission:
     history.FOLDER.mkdir(exist_ok=True)
     unnamed = history.FOLDER / f"submitting-{os.getpid()}.sh"  # until the job's number is known
     try:
-        unnamed.write_text(text)  # if this fails, no job was submitted
+        unnamed.write_text(render(spec, site).text)  # if this fails, no job was submitted
         job = ask("sbatch", "--parsable", str(unnamed)).strip().partition(";")[0]
         script = unnamed.replace(history.FOLDER / f"{job}.sh")
     finally:

@@ -25,7 +25,6 @@ from hpcdist.tools.runs import last_lines
 from hpcdist.tools.slurm import queue
 from hpcdist.tools.slurm.call import CallOutcome, outcome_file, pickled_call
 from hpcdist.tools.slurm.check import examine
-from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
 from hpcdist.tools.slurm.state import State, describe, status_of
 
@@ -197,7 +196,7 @@ class SlurmJob:
         error_log = f"{spec.log.removesuffix('.out')}.err"
         directives = spec.directives.model_copy(update={"add": {"error": error_log, **spec.directives.add}})
         spec = spec.model_copy(update={"directives": directives})
-        entry = queue.submit(spec, render(spec, site).text)
+        entry = queue.submit(spec, site)
         self.id, self.stdout = entry.job, Path(entry.log)
         self.stderr = self.stdout.with_suffix(".err")
 

@@ -6,12 +6,13 @@ server is dead, so each has a timeout.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -80,14 +81,16 @@ def _check_visibility(comm: Communicator, nodes: Nodes, folder: Path, token: str
 def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
     """Collective. Return whether rank 0 gets a lock, and by node whether it is refused there until it is released."""
     # The first rank of each other node tries the lock; on a single node the second rank, or the only one.
-    lock, is_trying = _Lock(path), comm.rank in (nodes.leaders[1:] or [min(1, comm.size - 1)])
-    taken = gather(comm, _try(lock.take) if comm.rank == 0 else None)[0]
-    refused = _try(lock.refused) if is_trying and taken.get("held") else None
+    is_trying, held = comm.rank in (nodes.leaders[1:] or [min(1, comm.size - 1)]), ExitStack()
+    of_rank_0 = _try(lambda: {"held": _lock(held.enter_context(open(path, "w")))}) if comm.rank == 0 else None
+    taken = gather(comm, of_rank_0)[0]
+    row = _try(partial(_refused, path)) if is_trying and taken.get("held") else None
     gather(comm, None)  # barrier: all have tried
-    if comm.rank == 0:
-        _try(lock.drop)
+    _try(held.close)
     gather(comm, None)  # barrier: the lock is released
-    rows = gather(comm, _try(lambda: lock.free(refused)) if refused and "error" not in refused else refused)
+    if row and "error" not in row:
+        row |= _try(partial(_freed, path))
+    rows = gather(comm, row)
     return {**taken, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
 
 
@@ -125,48 +128,31 @@ def _missing(files: Mapping[str, Path]) -> list[str]:
     return [name for name, path in files.items() if not path.exists()]
 
 
-class _Lock:
-    """Lock a file with flock, as HDF5 does; NFS passes it to the server, and some file systems refuse it.
+def _lock(file: IO) -> bool:
+    """Try to lock an open file with flock, as HDF5 does; return False if another open file has the lock.
 
-    Methods return JSON values. A lock belongs to an open file, so one process can hold it and be refused it.
+    NFS passes locks to its server, and some file systems refuse them with OSError.
     """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
-    def __init__(self, path: Path):
-        self._path = path
-        self._file: IO | None = None
 
-    def take(self) -> dict:
-        self._file = open(self._path, "w")
-        return {"held": self._try_lock(self._file)}
+def _refused(path: Path) -> dict:
+    """Return whether another process's lock is respected."""
+    with open(path, "r+") as file:
+        return {"refused": not _lock(file)}
 
-    def refused(self) -> dict:
-        """Return whether another process's lock is respected."""
-        with open(self._path, "r+") as file:
-            return {"refused": not self._try_lock(file)}
 
-    def free(self, before: dict) -> dict:
-        """Add to `before` whether the released lock becomes free; other ranks try, too, and hold it briefly."""
-        until = time.monotonic() + FREED_S
-        with open(self._path, "r+") as file:
-            while not (freed := self._try_lock(file)) and time.monotonic() < until:
-                time.sleep(0.01)
-            return before | {"freed": freed}
-
-    def drop(self) -> dict:
-        if self._file is not None:
-            self._file.close()
-        return {}
-
-    @staticmethod
-    def _try_lock(file: IO) -> bool:
-        """Try to lock an open file; return False if it is locked elsewhere. Other failures raise OSError."""
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+def _freed(path: Path) -> dict:
+    """Return whether the released lock becomes free; other ranks try, too, and hold it briefly."""
+    until = time.monotonic() + FREED_S
+    with open(path, "r+") as file:
+        while not (freed := _lock(file)) and time.monotonic() < until:
+            time.sleep(0.01)
+        return {"freed": freed}
 
 
 def _write_all(path: Path, data: bytes) -> None:

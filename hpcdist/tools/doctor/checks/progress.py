@@ -39,9 +39,9 @@ def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict
     subcomm = comm.split(0)  # a copy, whose messages can't mix with others
     if len(nodes.names) > 1:
         subcomm.memory.choose()  # may measure both transports
-    count = COUNT if comm.rank == 0 else 0
-    mpi_s = _longest_wait(subcomm, OneSided(subcomm, torch.zeros(count), helped=False), asker)
-    window_s = _longest_wait(subcomm, subcomm.window(count), asker)
+    memory = torch.zeros(COUNT if comm.rank == 0 else 0)  # which OneSided does not keep
+    mpi_s = _longest_wait(subcomm, OneSided(subcomm, memory, helped=False), asker)
+    window_s = _longest_wait(subcomm, subcomm.window(len(memory)), asker)
     waits = gather(comm, [mpi_s, window_s])[asker]
     internode = subcomm.memory.internode
     subcomm.close()

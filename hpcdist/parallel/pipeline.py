@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from hpcdist.comm.communicator import TAG_LIMIT, Communicator, Traffic
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.parallel import schedules
-from hpcdist.parallel.agreement import Agreement, PartOfModel, TiedParameters, clip_gradients
+from hpcdist.parallel.agreement import Agreement, PartOfModel, TiedParameters
 from hpcdist.parallel.boundary import Boundary, Layout, Values
 from hpcdist.parallel.cut import Cut, cut_of
 from hpcdist.parallel.grid import Grid
@@ -156,10 +156,7 @@ class Pipeline(PartOfModel):
 
         A tied parameter counts once.
         """
-        parameters = list(self.parameters())
-        norm = self.agreement.norm(parameters)
-        clip_gradients(parameters, max_norm, norm)
-        return norm
+        return self.agreement.clip(list(self.parameters()), max_norm)
 
     def forward_backward(self, x: Any, y: Any, *, scaled: Scale = None, micro_batches: int | None = None) -> Tensor:
         """Collective in the replica. Add a batch's gradients to those of the parameters; return its mean loss.

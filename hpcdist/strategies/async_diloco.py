@@ -57,9 +57,7 @@ class _PeriodWorker(Worker):
             speed = self._timed / self._timed_s if self._timed_s > 0 else 0.0
             fastest = max(self._of.speeds(speed))
             self.steps = max(1, int(config.period * speed / fastest + 1e-6)) if fastest > 0 else config.period
-        waited_for = self.replica.pull().waited_for
-        if self.replica.colocated:  # this server's parameters are separate from its worker's model
-            self.strategy.server.show()
+        waited_for = self.pull().waited_for
         self.done, self.gradients = 0, 0
         copy_all(self._read, self.model.params)
         if config.inner_state == "reset" and self.strategy.optimizer is not None:

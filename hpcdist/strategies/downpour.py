@@ -96,7 +96,7 @@ class _Worker(Worker):
             self.model.gradients.release(used)
             update()
         if fetches:
-            self._take()
+            self.pull()
         return Outcome(self.replica.clock, event=skipped)
 
     def finish(self) -> None:
@@ -106,19 +106,13 @@ class _Worker(Worker):
         """Drop the first gradient, and start from the parameters after the warm start."""
         self.strategy.gradients.nonfinite()  # for its checksum, and because it is collective over stages
         self._request(FETCH)
-        self._take()
+        self.pull()
         return Outcome(self.replica.clock, event="dropped: the gradient of before the warm start", dropped=1)
 
     def _request(self, kind: int, **whole: Any) -> None:
         """Push a request, once the last request has its reply."""
         self.client.wait()
         self.client.push(kind, **self.stamps(), **whole)
-
-    def _take(self) -> None:
-        """Replace the parameters by the reply's."""
-        self.replica.pull()
-        if self.replica.colocated:  # this server's parameters are separate from its worker's model
-            self.strategy.server.show()
 
 
 class _Server(Server):

@@ -32,12 +32,11 @@ from hpcdist.registry import label
 from hpcdist.session import loggers
 from hpcdist.session.run import ENDING_S, describe_start, on_rank_0, outcome_of
 from hpcdist.session.world import require_same_files
-from hpcdist.train.changes import all_settings, changes_since
 from hpcdist.train.interruption import Interruption
 from hpcdist.train.job import Job, load_job
 from hpcdist.train.log import Progress
 from hpcdist.train.loop import Trainer
-from hpcdist.train.resume import saved_cut
+from hpcdist.train.resume import all_settings, changes_since, saved_cut
 from hpcdist.train.stop_conditions import EarlyStopping
 
 NUMBERS = ".numbers"  # in the folder of runs: a file named as the last run of each job, strategy and number of ranks

@@ -15,7 +15,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import NonFiniteError
 from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
-from hpcdist.parallel.agreement import Agreement, clip_gradients
+from hpcdist.parallel.agreement import Agreement
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.strategies.common.records import Outcome
 
@@ -99,7 +99,7 @@ class LocalGradients:
         if self._stages is None:
             nn.utils.clip_grad_norm_(parameters, largest)
         else:
-            clip_gradients(parameters, largest, self._stages.norm(parameters))
+            self._stages.clip(parameters, largest)
 
     def skip_update(self, names_of: dict[int, list[str]]) -> str:
         """Return the event that records a skipped update, with the parameters whose gradient is not finite.

@@ -19,7 +19,7 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Flats, copy_all
-from hpcdist.strategies.server.channel import PAUSE, RequestChannel
+from hpcdist.strategies.server.channel import PAUSE, Replies, RequestChannel
 from hpcdist.strategies.server.codec import Codec, CodedSlots, Content, OpenSlots, TensorSlots
 from hpcdist.strategies.server.placement import Roles, Servers, Shard, assign, broadcast_shards
 from hpcdist.strategies.server.server import Replica, Server
@@ -255,6 +255,13 @@ class Worker(abc.ABC):
     @abc.abstractmethod
     def step(self, update: Update) -> Outcome:
         """Take one step on the gradients in `model.grads`; decide when `update` runs."""
+
+    def pull(self) -> Replies:
+        """Wait for the replies of all parents, and set the whole model to the servers' parameters."""
+        replies = self.replica.pull()
+        if self.replica.colocated:  # this server's parameters may be separate from its worker's model
+            self.strategy.server.show()
+        return replies
 
     def finish(self) -> None:
         """Complete requests in flight, before a pause."""

@@ -98,7 +98,18 @@ class Catalogue:
             ConfigError: several plug-ins have this name, it can't be imported, or it is of another kind.
         """
         origin = self.find(name)
-        return self.take(self._import_origin(name, origin), name, origin.where)
+        try:
+            imported = origin.open()
+        except HpcdistError:
+            raise
+        except Exception as error:
+            if origin.where == f"{self.package}.{name}":
+                raise
+            raise ConfigError(
+                f"{self.setting} must be in a file that can be imported; got {type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}{place(error)}, from {origin.where}. Fix it."
+            ) from error
+        return self.take(imported, name, origin.where)
 
     def _installed(self) -> dict[str, tuple[Origin, ...]]:
         return _entry_points(f"hpcdist.{self.group}", tuple(sys.path))
@@ -110,20 +121,6 @@ class Catalogue:
         except ConfigError:
             return False
         return True
-
-    def _import_origin(self, name: str, origin: Origin) -> Any:
-        """Imports a plug-in. If one from outside hpcdist raises an exception, ConfigError names it."""
-        try:
-            return origin.open()
-        except HpcdistError:
-            raise
-        except Exception as error:
-            if origin.where == f"{self.package}.{name}":
-                raise
-            raise ConfigError(
-                f"{self.setting} must be in a file that can be imported; got {type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}{place(error)}, from {origin.where}. Fix it."
-            ) from error
 
 
 @cache

@@ -98,6 +98,10 @@ class Results:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if Path(frame.filename) == self._file]
         text = (str(error).strip().splitlines() or [""])[0]
+        if text.startswith("assert "):  # without a message: the condition, and where it stands
+            at = frames[-1]
+            condition = (at.line or "").removeprefix("assert ").partition("  #")[0]
+            text = f"it must hold that {condition} ({Path(at.filename).name}:{at.lineno}); it does not"
         kind = "" if isinstance(error, (HpcdistError, AssertionError)) else type(error).__name__
         place = f" [{self._file.name}:{lines[-1]}]" if lines else ""
         return ": ".join(filter(None, [kind, text])) + place

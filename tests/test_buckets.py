@@ -198,13 +198,12 @@ def test_of_passes_that_are_joined_the_last_one_completes_buckets():
     model = FlatModel(Bag([(4, torch.float32)] * 2), bucket_bytes=4)
     seen = announced(model)
     model.gradients.announce()
-    with model.gradients.joined():
+    with model.gradients.joined() as set_more_follow:
         model.module([0, 1]).backward()
         assert not seen
-        model.gradients.more_follow = False
+        set_more_follow(False)
         model.module([1]).backward()
         assert seen == [0]
-    assert not model.gradients.more_follow
     model.gradients.collect(last=True)
     assert seen == [0, 1]
 

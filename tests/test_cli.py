@@ -318,6 +318,7 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "topology rign": "got 'rign'. Did you mean 'ring'?",
     "topology torus --ranks 4 --set row=2": "got 'row'. Did you mean 'rows'?",
     "topology ring --ranks 4 --output none/it.svg": "--output must be a file to write; got none/it.svg, which is in no",
+    "run my.py --epochs 3": "-n must be the number of ranks to start; got none. There is no default",
     "topology graph --ranks 4": "path must be given; got nothing. File of edges",
 }
 WRONG_USAGE = {
@@ -332,6 +333,8 @@ WRONG_USAGE = {
     "schedules --micro-batches 0": "Invalid value for '--micro-batches'",
     "topology ring --ranks 0": "Invalid value for '--ranks'",
     "chekpoint": "No such command 'chekpoint'. Did you mean 'checkpoint'?",
+    "checkpoint list": "No such command 'list'. The commands of hpcdist checkpoint are: show, export.",
+    "nonsense": "No such command 'nonsense'. The commands of hpcdist are: bench, checkpoint,",
     "data impotr": "No such command 'impotr'. Did you mean 'import'?",
 }
 
@@ -474,6 +477,7 @@ def test_algorithms_are_listed_and_shown_in_full(hpcdist, monkeypatch, command):
         found, text = catalogue.load(name), " ".join(out.split())
         for option in describe(getattr(found, "Config", None) or options_of(found), where):
             assert f"{option.key} ({option.type}" in text and option.description in text and option.rule in text
+        assert ("each set by --NAME VALUE behind FILE" in text) == (command == "datasets")
         reference = text.partition("Reference: ")[2].partition(" Example:")[0]
         assert command == "datasets" or any(str(year) in reference for year in range(1951, 2030))
         assert catalogue is not compress or ("Bytes" in text and "rror" in text), "a compressor's cost and error bound"

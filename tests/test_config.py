@@ -103,6 +103,7 @@ PERIOD = "Steps between two averages (default 10)."
     [
         ({"inner": {"period": 0}}, f"inner.period must be greater than or equal to 1; got 0. {PERIOD}"),
         ({"maybe": {"period": 0}}, f"maybe.period must be greater than or equal to 1; got 0. {PERIOD}"),
+        ({"inner": {"period": 1 << 70}}, f"inner.period must be between -{1 << 53} and {1 << 53}; got {1 << 70}."),
         ({"inner": {"period": "4"}}, f"inner.period must be an integer; got '4'. {PERIOD}"),
         ({"inner": {"period": True}}, f"inner.period must be an integer; got True. {PERIOD}"),
         ({"inner": {"period": 4.0}}, f"inner.period must be an integer; got 4.0. {PERIOD}"),

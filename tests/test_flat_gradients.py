@@ -174,7 +174,7 @@ def test_batches_of_weight_0_in_a_row_leave_no_trace_in_buffers():
         norm(torch.randn(4, 3))
         if steps:
             model.flat_buffers.restore()
-    model.gradients.end_batches()
+    model.gradients.start_batch(None)
     assert all(map(torch.equal, model.buffers, counted))
     norm(torch.randn(4, 3))
     model.gradients.start_batch(1.0)
@@ -184,7 +184,7 @@ def test_batches_of_weight_0_in_a_row_leave_no_trace_in_buffers():
 def test_hooks_stay_where_a_loop_weighs_its_batches():
     module = nn.Linear(2, 1, bias=False)
     model = FlatModel(module)
-    model.gradients.weights_batches = True
+    model.gradients.configure(weights_batches=True)
     found = []
     for announced, weight in ((1.0, 3.0), (1.0, 1.0), (1.0, None), (0.0, 2.0), (1.0, 0.0)):
         model.gradients.start_batch(announced)
@@ -254,7 +254,7 @@ def test_gradients_of_batches_of_weight_0_are_hidden_from_the_optimiser_and_show
 
 def test_weights_are_counted_once_where_they_count():
     module, model = pair(left)
-    model.gradients.weights_batches = True
+    model.gradients.configure(weights_batches=True)
     x = torch.ones(1, 2)
     model.gradients.start_batch(3.0)
     module[0](x).sum().backward()
@@ -287,7 +287,7 @@ def test_a_parameter_that_is_unfrozen_is_left_its_gradient():
     module, _ = pair(left)
     module[0].weight.requires_grad_(False)
     model = left(module)
-    model.gradients.weights_batches = True
+    model.gradients.configure(weights_batches=True)
     module[0].weight.requires_grad_(True)
     model.gradients.start_batch(2.0)
     (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()
@@ -308,3 +308,26 @@ def test_strategies_copy_gradients_only_to_sum_them(ranks, name):
 
     for count, reads in ranks(body):
         assert count == (problem.steps_itself(name) or (reads and ranks.size > 1))
+
+
+def test_a_rank_without_others_has_hooks_only_where_a_batch_has_another_weight():
+    """Autograd's own gradients are found at the step; sparse ones become dense, those with a graph stay."""
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
+    flat = left(model)
+    flat.gradients.configure(alone=True)
+    flat.keep_gradients(None)
+    hooks = lambda: [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]  # noqa: E731
+    assert hooks() == [0, 0, 0]
+    model(torch.tensor([1])).sum().backward()
+    assert flat.gradients.collect().all() and model[0].weight.grad.layout is torch.strided
+    flat.gradients.done()
+    model.zero_grad()
+    model(torch.tensor([1])).sum().backward()
+    graph = model[1].weight.grad.requires_grad_()
+    assert flat.gradients.collect().all() and model[1].weight.grad is graph
+    model.zero_grad()
+    flat.gradients.done()
+    flat.gradients.start_batch(0.0)
+    assert hooks() == [1, 1, 1]
+    model(torch.tensor([1])).sum().backward()
+    assert not flat.gradients.collect().any()

@@ -160,6 +160,7 @@ def test_a_first_ctrl_c_asks_the_ranks_and_a_second_one_ends_them(tmp_path, monk
 
     text, status = on_terminal([python, "-m", "hpcdist", "run", "-n", "2", *script], environment, act)
     assert status != 0 and time.monotonic() - began_s < 60, text
+    assert text.count("size -" if "mpich" in python else "size 80 24") == 2, text
     assert ("hpcdist: Ctrl-C: the ranks are asked to save and leave; Ctrl-C again" in text) != is_deaf, text
 
 
@@ -175,7 +176,7 @@ def test_after_ctrl_c_a_loop_saves_and_says_how_it_continues(tmp_path, monkeypat
     text, status = on_terminal([python, "-m", "hpcdist", "run", "-n", "2", "leaves.py", "7"], environment, act)
     assert status == 75, text
     left = re.search(r"\nhpcdist: left after step (\d+) \(SIGUSR1 on rank \d\)\. Resume with:\n  (.*)\n", text)
-    assert left and left[2] == f"{'mpiexec' if 'mpich' in python else 'mpirun'} -n 2 python leaves.py 7", text
+    assert left and left[2] == "hpcdist run -n 2 python leaves.py 7", text
     assert Path(f"saved/step-{int(left[1]):08}").is_dir()
     assert "prterun" not in text and "BAD TERMINATION" not in text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 from pathlib import Path
 from shutil import copytree
@@ -89,8 +90,23 @@ def test_a_run_is_shown_with_its_commands_and_settings_and_others_beside_it(hpcd
     status, out, _ = hpcdist("runs", "show", "tiny-allreduce-2-1")
     assert status == 0 and "state: ended" in out and "settings:" in out and "from step 0" in out
     assert "no result: was interrupted at" in hpcdist("runs", "show", "runs/compare-tiny/runs/a")[1]
+    assert "sign of life" not in out
     status, out, _ = hpcdist("runs", "compare", "tiny-allreduce-1-1", "runs/tiny-allreduce-2-1")
     assert status == 0 and "allreduce" in out, "in the table of reports"
+
+
+def test_of_a_run_that_was_just_killed_it_is_shown_what_is_known(hpcdist, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("it").mkdir()
+    Path("it/run.json").write_text(json.dumps(evidence.start(ranks=1)))
+    holder = f"process 4194304 on host {platform.node()} since 2026-01-31 12:00:00 +0000"
+    Path("it/.lock").write_text(holder)
+    out = hpcdist("runs", "show", "it")[1]
+    assert "state: running" in out and re.search(
+        rf"last sign of life: \d s ago; {re.escape(holder)}, has ended: the", out
+    )
+    with locked(Path("it")):
+        assert re.search(r"last sign of life: \d s ago\n", hpcdist("runs", "show", "it")[1])
 
 
 def test_names_are_whole_in_a_narrow_terminal_and_interrupted_runs_have_a_metric(hpcdist, made, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from copy import copy
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -134,6 +135,8 @@ class SavedRank:
         1.5
     """
 
+    _keys: tuple[str, ...] = ()  # of nested dicts, see `under`
+
     def __init__(self, path: str | Path, rank: int, files: Callable[[int], TensorFile] | None = None):
         where, files = Path(path) / tree_file(rank), files or tensor_files(path)
         with understood(where):
@@ -143,10 +146,16 @@ class SavedRank:
         self._where = where
         self._decoder = TreeDecoder(lambda name: files(file.owners.get(name, rank)).read(name), file.positions, where)
 
+    def under(self, *keys: str) -> SavedRank:
+        """Return the values under these keys of nested dicts."""
+        part = copy(self)
+        part._keys = (*self._keys, *keys)
+        return part
+
     def at(self, *keys: str, default: Any = None) -> Any:
         """Return the value under these keys of nested dicts, tensors on the CPU; `default` if there is none."""
         node = self._tree
-        for key in keys:
+        for key in (*self._keys, *keys):
             if not isinstance(node, dict) or key not in node:
                 return default
             node = node[key]
@@ -156,7 +165,7 @@ class SavedRank:
         """Return the keys of a nested dict."""
         with understood(self._where):
             node = self._tree
-            for key in keys:
+            for key in (*self._keys, *keys):
                 node = node[key]
             return list(node)
 

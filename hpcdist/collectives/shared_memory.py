@@ -51,7 +51,8 @@ class SharedMemory(Algorithm):
             key = len(tensor), tensor.dtype
             call = self._known.get(key)
             if call is None:
-                call = self._prepared.all_reduce(_fingerprint(tensor), tensor.dtype, len(tensor), "sum")
+                fingerprint = hash((len(tensor), tensor.itemsize, tensor.is_floating_point()))
+                call = self._prepared.all_reduce(fingerprint, tensor.dtype, len(tensor), "sum")
                 remember(self._known, key, call)
             if not call(tensor):
                 self._refuse(tensor)
@@ -89,7 +90,3 @@ class SharedMemory(Algorithm):
         """Predict the cost, an upper bound: as if each copy were fetched by a request and a reply."""
         peers = size - 1
         return Cost(peers.bit_length() + 2 * peers, peers * n_bytes, peers * n_bytes)
-
-
-def _fingerprint(tensor: Tensor) -> int:
-    return hash((tensor.numel(), tensor.itemsize, tensor.is_floating_point()))

@@ -60,7 +60,7 @@ PLURAL = (
 
 # Variables that a launcher or MPI sets in a process (prefixes), and those that hpcdist.init() sets.
 LAUNCHED = (
-    *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_"),
+    *("HPCDIST_LAUNCH", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_"),
     *("PALS_", "FLUX_JOB_", "FLUX_TASK_", "JSM_NAMESPACE_", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_"),
 )
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -108,7 +108,12 @@ def task_or_none(environ: Mapping[str, str]) -> Task | None:
 
 
 def launch_command(environ: Mapping[str, str], ranks: int) -> list[str]:
-    """Return the start of a command for `ranks` ranks with this process's launcher, such as mpirun -n 4; or []."""
+    """Return the start of a command for `ranks` ranks with this process's launcher, such as mpirun -n 4; or [].
+
+    `hpcdist run` sets HPCDIST_LAUNCH, to itself and its options.
+    """
+    if "HPCDIST_LAUNCH" in environ:
+        return shlex.split(environ["HPCDIST_LAUNCH"])
     own = task_or_none(environ)
     if own is None:
         return []

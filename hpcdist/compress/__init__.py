@@ -9,22 +9,5 @@ from hpcdist.compress.coding.feedback import CompressionConfig, Feedback, JointC
 from hpcdist.compress.coding.reduction import Reduction, TwoWayMean
 from hpcdist.registry import catalogue
 
-__all__ = [
-    "CompressionConfig",
-    "Compressor",
-    "Feedback",
-    "JointCompression",
-    "Linear",
-    "Recoded",
-    "Reduction",
-    "Span",
-    "TwoWayMean",
-    "Used",
-    "available",
-    "load",
-    "only_used",
-    "spans",
-]
-
 available = catalogue("compressors").available
 load: Callable[[str], type[Compressor]] = catalogue("compressors").load

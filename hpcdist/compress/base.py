@@ -35,7 +35,7 @@ def spans(model: FlatModel) -> list[list[Span]]:
     """Return the spans of the trainable parameters in each tensor of `model.params`, ascending."""
     of_groups: list[list[Span]] = [[] for _ in model.params]
     for number, slot in enumerate(model.slots):
-        of_groups[slot.group].append(Span(slot.start, slot.stop, tuple(slot.shape), number))
+        of_groups[slot.group].append(Span(slot.start, slot.stop, tuple(slot.tensor.shape), number))
     return of_groups
 
 
@@ -57,12 +57,11 @@ class Compressor(abc.ABC):
             of all ranks at the same time, which servers do not have.
         remembers: names of the attributes that are state (tensors, numbers, None); checkpoints save them.
         elementwise: names in `remembers` of tensors with one element per element of the encoded tensor, or None.
+        parts: the elements of each parameter that has some.
         stream: seed of random rounding, different on each rank and for each tensor.
     """
 
     class Config(Settings):
-        """Options of a compressor."""
-
         def check_feedback(self) -> None:
             """Raise ValueError if error feedback may diverge, because an error may be larger than its tensor."""
 
@@ -83,6 +82,7 @@ class Compressor(abc.ABC):
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         self.config, self.count = config, count
         self.spans = tuple(spans) or (Span(0, count, (count,)),)
+        self.parts = [slice(span.start, span.stop) for span in self.spans if span.stop > span.start]
 
     @abc.abstractmethod
     def encode_residual_(self, tensor: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.chunks import slices
-from hpcdist.compress.base import Compressor, Span
+from hpcdist.compress.base import Compressor
 from hpcdist.compress.coding.elements import MAX_SCALE, add_signs, mean, views
 
 
@@ -31,19 +30,15 @@ class EfSignSgd(Compressor):
     and other gradient compression schemes", 2019, algorithm 1, by layers as in its section 6.
     """
 
-    def __init__(self, config: Compressor.Config, count: int, spans: Sequence[Span] = ()):
-        super().__init__(config, count, spans)
-        self._parts = [slice(span.start, span.stop) for span in self.spans if span.stop > span.start]
-
     def encode_residual_(self, tensor: Tensor) -> Tensor:
-        message = np.empty(4 * len(self._parts) + -(-self.count // 8), np.uint8)
-        scales, bits = views(message, len(self._parts))
-        scales[:] = [min(mean(tensor[part]), MAX_SCALE) for part in self._parts]
+        message = np.empty(4 * len(self.parts) + -(-self.count // 8), np.uint8)
+        scales, bits = views(message, len(self.parts))
+        scales[:] = [min(mean(tensor[part]), MAX_SCALE) for part in self.parts]
         for chunk in slices(self.count):  # which starts at a whole byte
             bits[chunk.start // 8 : -(-chunk.stop // 8)] = np.packbits(tensor.numpy()[chunk] > 0)
-        add_signs(bits, tensor, (-scales).tolist(), self._parts)  # leaves the error
+        add_signs(bits, tensor, (-scales).tolist(), self.parts)  # leaves the error
         return torch.from_numpy(message)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        scales, bits = views(message.numpy(), len(self._parts))
-        add_signs(bits, out, [weight * scale for scale in scales.tolist()], self._parts)
+        scales, bits = views(message.numpy(), len(self.parts))
+        add_signs(bits, out, [weight * scale for scale in scales.tolist()], self.parts)

@@ -49,13 +49,9 @@ class Qsgd(Compressor):
         )
         seed: int = Field(0, ge=0, description="seed of the random rounding, which differs between ranks")
 
-        @property
-        def bound(self) -> float:
-            """A bound of the variance in a bucket over its squared 2-norm."""
-            return min(self.bucket / (4 * self.levels**2), math.sqrt(self.bucket) / self.levels)
-
         def check_feedback(self) -> None:
-            if self.bound >= 1:
+            # A bound of the variance in a bucket over its squared 2-norm.
+            if min(self.bucket / (4 * self.levels**2), math.sqrt(self.bucket) / self.levels) >= 1:
                 raise ValueError(
                     "strategy.compression.levels must satisfy min(d/(4s²), √d/s) < 1 for s levels and buckets of d "
                     f"elements, or error feedback would diverge; got s = {self.levels}, d = {self.bucket}. Set "

@@ -58,17 +58,16 @@ class TernGrad(Compressor):
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
-        self._parts = [slice(span.start, span.stop) for span in self.spans if span.stop > span.start]
         self._bytes = -(-count // _PER_BYTE)
         self.taken = 0  # number of messages so far
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         generator = np.random.SFC64((self.config.seed, self.stream, self.taken))
         self.taken += 1
-        message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
-        scales, packed = views(message, len(self._parts))
+        message = np.empty(4 * len(self.parts) + self._bytes, np.uint8)
+        scales, packed = views(message, len(self.parts))
         signs = np.zeros(_PER_BYTE * self._bytes, np.int8)
-        for index, part in enumerate(self._parts):
+        for index, part in enumerate(self.parts):
             scales[index] = self._scale(tensor[part])
             self._round(tensor[part], float(scales[index]), generator, signs[part])
         _pack(signs, packed)
@@ -98,9 +97,9 @@ class TernGrad(Compressor):
             part.add_(sums.copy_(torch.from_numpy(sign)), alpha=-scale)  # faster than to add bytes
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        scales, packed = views(message.numpy(), len(self._parts))
+        scales, packed = views(message.numpy(), len(self.parts))
         signs = torch.from_numpy(_unpack(packed))
-        for scale, part in zip(scales.tolist(), self._parts, strict=True):
+        for scale, part in zip(scales.tolist(), self.parts, strict=True):
             for chunk in slices(part.stop - part.start):
                 elements = slice(part.start + chunk.start, part.start + chunk.stop)
                 out[elements].add_(signs[elements], alpha=weight * scale)

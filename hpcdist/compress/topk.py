@@ -22,8 +22,6 @@ class Largest(Compressor):
     """
 
     class Config(Compressor.Config):
-        """Options of compressors that send the largest elements."""
-
         ratio: float = Field(0.01, gt=0, le=1, description="part of the elements to send")
         values: Literal["fp16", "fp32", "fp64"] = Field("fp32", description="type in which values are sent")
 

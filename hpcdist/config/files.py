@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import symtable
 import sys
@@ -222,15 +223,10 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
 
 def git_commit(folder: Path | None = None) -> tuple[str | None, bool]:
     """Return the commit of a folder (default: current one), and whether tracked files differ; (None, False): no git."""
-    head = _git(folder, "rev-parse", "HEAD")
-    if head is None:
-        return None, False
-    return head.strip(), bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
-
-
-def _git(folder: Path | None, *arguments: str) -> str | None:
+    command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, errors="replace")
+        output = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace").stdout
     except OSError:
-        return None
-    return result.stdout if result.returncode == 0 else None
+        return None, False
+    commit = re.search(r"^# branch.oid ([0-9a-f]+)$", output, re.M)
+    return (commit[1], re.search("^[^#]", output, re.M) is not None) if commit else (None, False)

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hpcdist.errors import ConfigError
 from hpcdist.records import read_bounded
@@ -129,9 +129,6 @@ def _parse(text: str, override: str) -> Any:
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------
-K = TypeVar("K")
-
-
 def fingerprint(config: Mapping[str, Any]) -> str:
     """Return the sha256 of a configuration, in hexadecimal. The order of keys has no effect; 1 and 1.0 differ."""
     return hashlib.sha256(_canonical(config).encode()).hexdigest()
@@ -179,7 +176,7 @@ def _readable(value: Any) -> str:
 NOT_COMPARED = ("checkpoint.folder", "data.path", "log", "output", "strategy.name")
 
 
-def differing(settings: Mapping[K, Mapping[str, Any]]) -> dict[str, dict[K, str]]:
+def differing(settings: Mapping[Any, Mapping[str, Any]]) -> dict[str, dict[Any, str]]:
     """Return the settings in which runs differ: by dotted key, for each run that has the key, its value as text.
 
     Options of an algorithm are compared only among runs with the same algorithm.

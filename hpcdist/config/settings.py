@@ -36,6 +36,7 @@ _PLAIN_RULES = {
     "string_type": "must be a string",
     "tuple_type": "must be an array",
 }
+LARGEST = 1 << 53  # integer that JSON's readers hold exactly
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _ARGUMENT = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {5,}.+)*)", re.M)  # in a docstring's `Args:`
 
@@ -78,7 +79,9 @@ class Settings(BaseModel, metaclass=_Refusing):
     @field_validator("*", mode="before")
     @classmethod
     def _from_toml(cls, value: Any, info: ValidationInfo) -> Any:
-        """Convert what TOML lacks: "none" to None, and arrays to tuples."""
+        """Convert what TOML lacks: "none" to None, and arrays to tuples. Refuse integers that JSON files don't hold."""
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"must be between {-LARGEST} and {LARGEST}; got {value}.")
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, str) and value == "none" and _admits(annotation, NoneType):
             return None

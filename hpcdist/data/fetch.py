@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import logging
 import os
 import shutil
@@ -20,7 +19,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from hpcdist.errors import DataError, UnknownNameError
-from hpcdist.records.files import MOST_BYTES, read_bounded, replacing, writing
+from hpcdist.records.files import read_bounded, replace_durably, writing
 
 TIMEOUT_S = 20.0  # longest silence of a mirror
 BLOCK_BYTES = 1 << 20
@@ -154,27 +153,14 @@ def _copy(release: Release, source: Path, folder: Path) -> None:
 
 def _accept(path: Path, target: Path, sha: str) -> None:
     """Write a file uncompressed to `target`, atomically; raise Unavailable if its sha256 is not `sha`."""
-    checksum = hashlib.sha256()
-    with replacing(target) as unfinished:
-        with open(unfinished, "wb") as written:
-            for block in _blocks(path):
-                checksum.update(block)
-                written.write(block)
-        if checksum.hexdigest() != sha:
-            raise Unavailable(f"{path.name} is not the original: its sha256 is {checksum.hexdigest()}, not {sha}")
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a file, uncompressed, in blocks."""
     try:
-        plain, read = io.BytesIO(read_bounded(path)), 0
-        with gzip.open(plain) if path.suffix == ".gz" else plain as file:
-            while block := file.read(BLOCK_BYTES):
-                if (read := read + len(block)) > MOST_BYTES:
-                    raise Unavailable(f"{path.name} has more than {MOST_BYTES} bytes")
-                yield block
+        data = read_bounded(path)
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
     except (EOFError, OSError, zlib.error) as error:
         raise Unavailable(f"{path.name} can't be read ({error})") from None
+    if (checksum := hashlib.sha256(data).hexdigest()) != sha:
+        raise Unavailable(f"{path.name} is not the original: its sha256 is {checksum}, not {sha}")
+    replace_durably(target, data)
 
 
 def _is_original(path: Path, sha: str) -> bool:

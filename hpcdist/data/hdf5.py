@@ -81,16 +81,14 @@ class HDF5Dataset(Dataset, AbstractContextManager):
         self._x: MappedRows | StoredRows | None = None
         self._y: MappedRows | StoredRows | None = None
         self._identity = _identity(self.path)
-        file = open_file(self.path, **self._open_options)  # remains open only for parallel HDF5
+        file = open_file(self.path, **self._open_options)
         try:
             self._header = header = read_header(file, split)
-        except BaseException:
-            file.close()
-            raise
-        if self.parallel:
-            self._attach(file)
-        else:
-            file.close()
+            if self.parallel:
+                self._attach(file)
+        finally:
+            if self._file is None:  # it remains open only for parallel HDF5
+                file.close()
         self.task, self.source, self.classes, self.notes = header.task, header.source, header.classes, header.notes
         self.x_shape, self.y_shape = header.x.shape, header.y.shape
         self.x_dtype, self.y_dtype = _torch_dtype(header.x.dtype), _torch_dtype(header.y.dtype)
@@ -144,8 +142,12 @@ class HDF5Dataset(Dataset, AbstractContextManager):
 
     def labels(self) -> np.ndarray:
         """Read y of all samples."""
-        with HDF5Dataset(self.path, self.split, columns=("y",)) as dataset:
-            return dataset.batch(np.arange(len(self)))[1].numpy()
+        if "y" not in self._columns:
+            with HDF5Dataset(self.path, self.split) as dataset:
+                return dataset.labels()
+        if self._pid != os.getpid():
+            self._open()
+        return cast(MappedRows, self._y).take(np.arange(len(self)))
 
     def stored_labels(self) -> Tensor | None:
         """Return y of all samples if it is one integer for each, else None."""

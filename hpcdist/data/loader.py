@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -21,18 +21,6 @@ Batch = tuple[Tensor, Tensor]
 Sample = tuple[Tensor, ...]
 
 
-class BatchSource(Protocol):
-    """A data set for Loader: `HDF5Dataset`, or any other with a length and a method `batch`.
-
-    One whose samples differ between epochs has `set_epoch(epoch)`. One that reads ahead by itself has
-    `read_ahead(indices)`, which iterates over all batches of an epoch.
-    """
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: np.ndarray) -> Batch: ...
-
-
 class Loader:
     """The (x, y) batches of one worker, in the current epoch's order.
 
@@ -40,19 +28,20 @@ class Loader:
     sizes of all. With `fill` it yields a batch of weight 0 then (`EpochPlan.batch`, `EpochPlan.weight`).
 
     Args:
-        dataset: The data set.
+        dataset: `HDF5Dataset`, or any other with a length and a method `batch(indices)`. One whose samples differ
+            between epochs has `set_epoch(epoch)`; one that reads ahead by itself has `read_ahead(indices)`, which
+            iterates over all batches of an epoch.
         batch_size: Samples per worker and step.
         worker, workers: This worker's number, and the number of workers.
         seed, shuffle, parts: As in EpochPlan.
         fill: Yield a batch in every step.
-        transform: A function (x, y) -> (x, y), applied to each batch.
         prefetch: Batches that a background thread reads ahead; 0 reads in the caller's thread. The thread ends with
             its iteration.
     """
 
     def __init__(
         self,
-        dataset: BatchSource,
+        dataset: Any,
         batch_size: int,
         *,
         worker: int = 0,
@@ -60,13 +49,12 @@ class Loader:
         seed: int = 0,
         shuffle: bool = True,
         fill: bool = False,
-        transform: Callable[[Tensor, Tensor], Batch] | None = None,
         prefetch: int = 0,
         parts: tuple[np.ndarray, ...] = (),
     ):
         if prefetch < 0:
             raise ConfigError(f"prefetch must be at least 0; got {prefetch}.")
-        self.dataset, self.transform, self.prefetch = dataset, transform, prefetch
+        self.dataset, self.prefetch = dataset, prefetch
         self._sampler = ShardedBatchSampler(
             EpochPlan(len(dataset), workers, batch_size, seed=seed, shuffle=shuffle, parts=parts), worker, fill=fill
         )
@@ -89,20 +77,16 @@ class Loader:
         batches = self._sampler.batches()
         if hasattr(self.dataset, "read_ahead"):
             return self.dataset.read_ahead(batches)
-        return map(self._fetch, batches) if not self.prefetch else self._ahead(batches)
-
-    def _fetch(self, indices: np.ndarray) -> Batch:
-        batch = self.dataset.batch(indices)
-        return batch if self.transform is None else self.transform(*batch)
+        return map(self.dataset.batch, batches) if not self.prefetch else self._ahead(batches)
 
     def _ahead(self, batches: Iterator[np.ndarray]) -> Iterator[Batch]:
         """Yield the batches in order, while a thread reads the next `prefetch` ones."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="hpcdist-prefetch")
         try:
-            pending = deque(thread.submit(self._fetch, indices) for indices in islice(batches, self.prefetch))
+            pending = deque(thread.submit(self.dataset.batch, indices) for indices in islice(batches, self.prefetch))
             while pending:
                 batch = pending.popleft().result()
-                pending.extend(thread.submit(self._fetch, indices) for indices in islice(batches, 1))
+                pending.extend(thread.submit(self.dataset.batch, indices) for indices in islice(batches, 1))
                 yield batch
         finally:
             thread.shutdown(wait=True, cancel_futures=True)

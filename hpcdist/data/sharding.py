@@ -7,6 +7,7 @@ an epoch can be resumed at any position on any number of workers.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 
@@ -72,8 +73,9 @@ class EpochPlan:
 
     def sizes(self, step: int) -> tuple[int, ...]:
         """Return all workers' batch sizes in `step`."""
-        slices = (self._slice(step, worker) for worker in range(self.workers))
-        return tuple(high - low for low, high in slices)
+        check_range("step", step, 0, self.steps - 1)
+        bounds = [self._bound(step, worker) for worker in range(self.workers + 1)]
+        return tuple(high - low for low, high in itertools.pairwise(bounds))
 
     def indices(self, step: int, worker: int) -> np.ndarray:
         """Return the samples of `worker` in `step`: int64, a copy, possibly empty."""

@@ -37,6 +37,8 @@ def install(
         if previous is not sys.__excepthook__ or (rank is None and not is_one_line):
             previous(kind, error, trace)  # a debugger's, a notebook's; on a single rank Python's
             if rank is None:
+                if not is_one_line and (hint := advice(error)):
+                    sys.stderr.write(f"{hint}\n")
                 return
         if rank is None or is_reporter(rank):
             lines = traceback.format_exception(kind, error, trace)

@@ -8,88 +8,31 @@ Reference: Alexander Sergeev, Mike Del Balso, "Horovod: fast and easy distribute
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from functools import lru_cache
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 
 from hpcdist.collectives.calls import Collectives
-from hpcdist.collectives.calls.tensors import type_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.waiting import wait_until
 from hpcdist.comm.work import CallQueue, Work
 from hpcdist.errors import CommunicationError, DeadlineError, MismatchError
 from hpcdist.hvd.exceptions import HorovodInternalError
-from hpcdist.hvd.fusion import FusionBuffer
+from hpcdist.hvd.named_calls import KIND_BITS, STANDINS, FusionBuffer, Join, NamedCall, name_digest
 from hpcdist.hvd.timeline import CallTimeline
 
 MAX_REQUESTS, LIMIT_REQUESTS = 32, 1024  # requests in an exchange: at first, and after ranks have had more
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # pauses of ranks that wait for each other's next request
 FAILURE_REPORT_S = 2.0  # maximum delay between a failed call and MPI's report of the rank failure that caused it
 IDLE_ROUNDS = 100  # number of times that the queue's thread finds no request before it waits for its next call
-CACHED_DIGESTS = 1 << 16  # cached digests of names
 FIELDS = 2  # of a request: digest of name and kind, digest of its properties
-KIND_BITS = 255  # bits of the first field that identify the kind
 HEADER = 3  # fields before the requests: their number, when the rank joined, and whether one is past the deadline
 MAX_NAMED = 8  # requests of a rank that a message names
-
-
-class NamedCall:
-    """A collective call submitted on a rank, and later its result.
-
-    Args:
-        name: the same on all ranks.
-        properties: values of `PROPERTIES`, hashable.
-    """
-
-    kind: ClassVar[str] = ""  # of call: allreduce, allgather...
-    PROPERTIES: ClassVar[tuple[str, ...]] = ()  # names of values that must be equal on all ranks
-
-    def __init__(self, name: str, properties: tuple[Any, ...] = ()):
-        self.name, self.properties = name, properties
-        self.result: Any = None  # of calls that create it
-        self.error: BaseException | None = None
-        self.done = False  # the result, or the error, is available
-        self.first_exchanged_s = 0.0  # time of the first exchange that contained it
-
-    @property
-    def fusion_key(self) -> Any:
-        """Return a key that is equal for requests that one call can combine; None: no fusion."""
-        return None
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Return digests of the name, and of the properties."""
-        return _name_digest(self.kind, self.name), _digest(*self.properties)
-
-    def run(self, calls: Collectives) -> None:
-        """Collective. Make the call: set `result`, or fill the caller's tensors; not of `Join` and refused calls."""
-        raise NotImplementedError
-
-    def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
-        """Collective. Make the calls of `requests`, which are `self` and others with its `fusion_key`, by one call."""
-        self.run(calls)
-
-
-class Join(NamedCall):
-    """A rank has no more requests; the result is the last rank that joined."""
-
-    kind = "join"
-
-    def __init__(self) -> None:
-        super().__init__("")
-        self.since_ns = time.time_ns()
-
-
-# By kind of call: creates the part of a rank that has joined, from the call's name and its properties, as returned by
-# `_to_json`. Calls of other kinds are refused after a join.
-STANDINS: dict[str, Callable[[str, Any], NamedCall]] = {}
 
 
 class Matcher:
@@ -296,7 +239,7 @@ class Matcher:
     def _refuse_different_kinds(self, requests: Sequence[NamedCall], fields: Sequence[Collection[int]]) -> bool:
         """Collective. End requests whose name belongs to different kinds of call; return whether there are any.
 
-        `fields` has for each unjoined rank the first fields of its requests, see `_name_digest`.
+        `fields` has for each unjoined rank the first fields of its requests, see `name_digest`.
         """
         names = set.intersection(*({field & ~KIND_BITS for field in of_rank} for of_rank in fields))
         for name in sorted(names):
@@ -334,11 +277,11 @@ class Matcher:
 
         The first of the ranks that are `present`, because they have not joined, sends names and properties.
         """
-        calls = [[each.kind, each.name, _to_json(each.properties)] for name, each in local.items() if name in common]
+        calls = [each.to_json() for name, each in local.items() if name in common]
         by_rank = self.comm.gather(calls)
         requests = {}
         for kind, name, properties in by_rank[present[0]]:
-            digest = _name_digest(kind, name)
+            digest = name_digest(kind, name)
             request = local.get(digest) or STANDINS.get(kind, NamedCall)(name, properties)
             if kind not in STANDINS:
                 request.error = HorovodInternalError(f"{kind} must not be called once a rank has joined; got {name!r}.")
@@ -347,7 +290,7 @@ class Matcher:
 
     def _refuse_different_properties(self, request: NamedCall) -> None:
         """Collective. End a request with an error that names each rank's properties."""
-        by_rank = self.comm.gather(dict(zip(request.PROPERTIES, map(_text, request.properties))))
+        by_rank = self.comm.gather(request.describe())
         rows = {rank: row for rank, row in enumerate(by_rank) if row is not None}  # None: the rank died
         differing = [name for name in next(iter(rows.values())) if len({row.get(name) for row in rows.values()}) > 1]
         texts = [
@@ -389,30 +332,3 @@ class Matcher:
             if self.timeline is not None:
                 self.timeline.ended(request.kind, request.name)
             request.done = True
-
-
-@lru_cache(maxsize=CACHED_DIGESTS, typed=True)
-def _digest(*values: Any) -> int:
-    """Return a 64-bit digest of values, the same on all ranks."""
-    text = repr(list(map(_text, values))).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-
-
-@lru_cache(maxsize=CACHED_DIGESTS)
-def _name_digest(kind: str, name: str) -> int:
-    """Return the digest of a name, with that of its kind in the last bits."""
-    return (_digest(name) & ~KIND_BITS) | (_digest(kind) & KIND_BITS)
-
-
-def _text(value: Any) -> str:
-    """Return a property as text, without torch's type names."""
-    if not isinstance(value, tuple):
-        return type_of(value) if isinstance(value, torch.dtype) else str(value)
-    return ", ".join(str(list(each)) if isinstance(each, torch.Size) else _text(each) for each in value)
-
-
-def _to_json(value: Any) -> Any:
-    """Return a property in types that JSON has: dtypes as names."""
-    if isinstance(value, tuple):
-        return [_to_json(each) for each in value]
-    return type_of(value) if isinstance(value, torch.dtype) else value

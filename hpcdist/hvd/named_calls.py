@@ -2,23 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives
+from hpcdist.collectives.calls.tensors import type_of
 from hpcdist.hvd.compression import Compressed
-from hpcdist.hvd.fusion import FusionBuffer
-from hpcdist.hvd.matching import CACHED_DIGESTS, STANDINS, NamedCall
 
 Average, Sum, Adasum, Min, Max, Product = "Average", "Sum", "Adasum", "Min", "Max", "Product"
 OPERATIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 FUSED_BYTES = 1 << 20  # tensors up to this size are sent in one message with others
+CACHED_DIGESTS = 1 << 16  # of names and properties
+KIND_BITS = 255  # bits of a name's digest that identify the kind of call
+CACHED_PLANS = 16  # divisions of the fusion buffer that are cached
+Plan = tuple[Tensor, tuple[Tensor, ...]]
 
 
+class NamedCall:
+    """A collective call submitted on a rank, and later its result.
+
+    Args:
+        name: the same on all ranks.
+        properties: values of `PROPERTIES`, hashable.
+    """
+
+    kind: ClassVar[str] = ""  # of call: allreduce, allgather...
+    PROPERTIES: ClassVar[tuple[str, ...]] = ()  # names of values that must be equal on all ranks
+
+    def __init__(self, name: str, properties: tuple[Any, ...] = ()):
+        self.name, self.properties = name, properties
+        self.result: Any = None  # of calls that create it
+        self.error: BaseException | None = None
+        self.done = False  # the result, or the error, is available
+        self.first_exchanged_s = 0.0  # time of the first exchange that contained it
+
+    @property
+    def fusion_key(self) -> Any:
+        """Return a key that is equal for requests that one call can combine; None: no fusion."""
+        return None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Return digests of the name, and of the properties."""
+        return name_digest(self.kind, self.name), _digest(*self.properties)
+
+    def to_json(self) -> list[Any]:
+        """Return what a stand-in on another rank is created from."""
+        return [self.kind, self.name, _to_json(self.properties)]
+
+    def describe(self) -> dict[str, str]:
+        """Return the properties as text, by name."""
+        return dict(zip(self.PROPERTIES, map(_text, self.properties)))
+
+    def run(self, calls: Collectives) -> None:
+        """Collective. Make the call: set `result`, or fill the caller's tensors; not of `Join` and refused calls."""
+        raise NotImplementedError
+
+    def run_fused(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
+        """Collective. Make the calls of `requests`, which are `self` and others with its `fusion_key`, by one call."""
+        self.run(calls)
+
+
+class Join(NamedCall):
+    """A rank has no more requests; the result is the last rank that joined."""
+
+    kind = "join"
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.since_ns = time.time_ns()
+
+
+# --- kinds of calls ---------------------------------------------------------------------------------------------------
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
     return tuple([each.dtype for each in tensors])
 
@@ -235,4 +297,67 @@ class Barrier(NamedCall):
         calls.barrier()
 
 
-STANDINS |= {"allreduce": Allreduce.of_zeros, "barrier": Barrier}
+# By kind of call: creates the part of a rank that has joined, from the call's name and its properties, as `to_json`
+# returns them. Calls of other kinds are refused after a join.
+STANDINS: dict[str, Callable[[str, Any], NamedCall]] = {"allreduce": Allreduce.of_zeros, "barrier": Barrier}
+
+
+# --- digests, and the memory of fused tensors -------------------------------------------------------------------------
+@lru_cache(maxsize=CACHED_DIGESTS, typed=True)
+def _digest(*values: Any) -> int:
+    """Return a 64-bit digest of values, the same on all ranks."""
+    text = repr(list(map(_text, values))).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+@lru_cache(maxsize=CACHED_DIGESTS)
+def name_digest(kind: str, name: str) -> int:
+    """Return the digest of a name, with that of its kind in the last bits."""
+    return (_digest(name) & ~KIND_BITS) | (_digest(kind) & KIND_BITS)
+
+
+def _text(value: Any) -> str:
+    """Return a property as text, without torch's type names."""
+    if not isinstance(value, tuple):
+        return type_of(value) if isinstance(value, torch.dtype) else str(value)
+    return ", ".join(str(list(each)) if isinstance(each, torch.Size) else _text(each) for each in value)
+
+
+def _to_json(value: Any) -> Any:
+    """Return a property in types that JSON has: dtypes as names."""
+    if isinstance(value, tuple):
+        return [_to_json(each) for each in value]
+    return type_of(value) if isinstance(value, torch.dtype) else value
+
+
+class FusionBuffer:
+    """A flat tensor that is reused for several tensors; allocating memory would take as long as the call.
+
+    Its memory grows to the largest size that was requested.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._plans: dict[tuple[torch.device, torch.dtype, tuple[torch.Size, ...]], Plan] = {}
+
+    def take(self, tensors: Sequence[Tensor]) -> Plan:
+        """Return a flat, uninitialised tensor, and views of its parts with the shapes of `tensors`, all of one dtype.
+
+        The memory is on their device, or on the host if they are on several; valid until the next call.
+        """
+        devices, dtype = {each.device for each in tensors}, tensors[0].dtype
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        shapes = tuple([each.shape for each in tensors])
+        plan = self._plans.get((device, dtype, shapes))
+        if plan is None:
+            counts = [math.prod(shape) for shape in shapes]
+            memory, total = self._memory.get((device, dtype)), sum(counts)
+            if memory is None or len(memory) < total:  # plans with views of the old memory are dropped
+                self._plans = {key: plan for key, plan in self._plans.items() if key[:2] != (device, dtype)}
+                memory = self._memory[device, dtype] = torch.empty(total, dtype=dtype, device=device)
+            flat = memory[:total]
+            parts = tuple(part.view(shape) for part, shape in zip(flat.split(counts), shapes))
+            while len(self._plans) >= CACHED_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            plan = self._plans[device, dtype, shapes] = flat, parts
+        return plan

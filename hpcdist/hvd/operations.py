@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hpcdist.hvd.compression import Compressed, Compression
 from hpcdist.hvd.exceptions import HorovodInternalError
-from hpcdist.hvd.matching import Join, NamedCall
 from hpcdist.hvd.named_calls import (
     OPERATIONS,
     Adasum,
@@ -24,6 +23,8 @@ from hpcdist.hvd.named_calls import (
     Barrier,
     Broadcast,
     CompressedAllreduce,
+    Join,
+    NamedCall,
     Reducescatter,
     Sum,
     scaled,

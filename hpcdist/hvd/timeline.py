@@ -13,12 +13,7 @@ from hpcdist.records.timeline import CHUNK
 
 
 class CallTimeline:
-    """Writes the events of a matcher to a file, a chunk of lines at a time.
-
-    Args:
-        path: the file; overwritten.
-        mark_cycles: write an event for each exchange of requests, too.
-    """
+    """Writes a matcher's events to a new file, a chunk of lines at a time; with `mark_cycles` its exchanges, too."""
 
     def __init__(self, path: Path, mark_cycles: bool):
         self._path, self._marks, self._start = path, mark_cycles, time.perf_counter()

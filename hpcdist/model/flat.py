@@ -12,7 +12,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import check_caps
 from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.model.gradients import Gradients
-from hpcdist.model.slots import bind, check_flattenable, check_memory, check_parameters, flatten, getter, unwrapped
+from hpcdist.model.slots import bind, check_flattenable, check_memory, check_parameters, flatten, move_in, unwrapped
 
 _MOVED = " (by module.to(), .half(), p.data = ... or similar). Move or convert the module before wrapping it."
 
@@ -116,10 +116,11 @@ class FlatModel:
         self.frozen_slots, self.frozen = flatten((name, p) for name, p in named if not p.requires_grad)
         by_name = {slot.name: slot for slot in self.slots + self.frozen_slots}
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
-        modules = list(self.module.modules())
-        dicts = [(getter(m._parameters), m._parameters) for m in modules]  # to detect changes quickly
-        self._entries = [(get, key, p) for get, params in dicts for key, p in params.items() if p is not None]
-        self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
+        self._tensors = [slot.tensor for slot in self.slots + self.frozen_slots]
+        self._pointers = [*map(Tensor.data_ptr, self._tensors)]
+        self._parts = [(module._parameters, module._modules) for module in self.module.modules()]
+        self._held = [p for parameters, _ in self._parts for p in parameters.values()]  # so that ids stay unique
+        self._structure = self._read_structure()
         self.keep_gradients([flat.new_zeros(len(flat)) for flat in self.params] if self._has_grads else None)
 
     def keep_gradients(self, flats: Sequence[Tensor] | None) -> None:
@@ -128,7 +129,7 @@ class FlatModel:
         None: autograd stores gradients itself; nothing is copied, and there is no flat memory.
         """
         self._has_grads, self.grads = flats is not None, tuple(flats or ())
-        self.gradients.watch(self.slots, flats)
+        self.gradients._watch(self.slots, flats)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of this FlatModel, in the module's order."""
@@ -146,7 +147,7 @@ class FlatModel:
         Raises:
             ConfigError: a buffer is new, removed, no longer tied, or has another shape, dtype or device.
         """
-        return self.flat_buffers.sync()
+        return self.flat_buffers._sync()
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add parameters to train, frozen or not; raise ConfigError if one does not belong to this FlatModel."""
@@ -163,36 +164,40 @@ class FlatModel:
         """Move the trainable parameters into `flats`, which replace `params`."""
         for flat, own in zip(flats, self.params, strict=True):
             flat.copy_(own)
-        self.params = tuple(flats)
-        bind(self.slots, self.params)
+        self._bind(tuple(flats), self.buffers, self.frozen)
+
+    def _bind(self, params: tuple[Tensor, ...], buffers: tuple[Tensor, ...], frozen: tuple[Tensor, ...]) -> None:
+        """Use these tensors as the module's memory."""
+        self.params, self.frozen = params, frozen
+        bind(self.slots, params)
+        bind(self.frozen_slots, frozen)
+        self.flat_buffers._bind(buffers)
+        self._pointers = [*map(Tensor.data_ptr, self._tensors)]
 
     # --- values ---------------------------------------------------------------------------------------------------
     @contextmanager
     def swapped(
-        self, params: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
-    ) -> Iterator[None]:
+        self, params: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None,
+        frozen: Sequence[Tensor] | None = None,
+    ) -> Iterator[None]:  # fmt: skip
         """Replace the module's values inside the context; restore them bitwise afterwards.
 
-        The tensors (like `params` and `buffers`, on the same device) become the module's memory. Nothing is copied, and
-        the original memory, which other ranks may be reading, is never written. Changes inside the context go to the
-        new tensors. None keeps the module's values.
+        The tensors (like the attributes of these names, on the same device) become the module's memory. Nothing is
+        copied, and the original memory, which other ranks may be reading, is never written. Changes inside the context
+        go to the new tensors. None keeps the module's values.
         """
-        old_params, old_buffers = self.params, self.buffers
-        new_params = old_params if params is None else tuple(params)
-        new_buffers = old_buffers if buffers is None else tuple(buffers)
-        check_memory("params", new_params, old_params, self.slots)
-        check_memory("buffers", new_buffers, old_buffers, self.flat_buffers.slots)
+        old = self.params, self.buffers, self.frozen
+        new = [was if now is None else tuple(now) for was, now in zip(old, (params, buffers, frozen), strict=True)]
+        slots = self.slots, self.flat_buffers.slots, self.frozen_slots
+        for i, name in enumerate(("params", "buffers", "frozen")):
+            check_memory(name, new[i], old[i], slots[i])
         try:
             self.is_swapped = True
-            self.params = new_params
-            bind(self.slots, new_params)
-            self.flat_buffers.bind(new_buffers)
+            self._bind(*new)
             yield
         finally:
             self.is_swapped = False
-            self.params = old_params
-            bind(self.slots, old_params)
-            self.flat_buffers.bind(old_buffers)
+            self._bind(*old)
 
     @contextmanager
     def skip_unused(
@@ -235,7 +240,7 @@ class FlatModel:
 
     # --- changes of the module ------------------------------------------------------------------------------------
     def refresh(self) -> None:
-        """Move parameters back to flat memory if the loop has moved them. Takes less than 1 µs per parameter.
+        """Move parameters back to flat memory if the loop has moved them. Takes about 0.1 µs per parameter.
 
         `p.data = ...`, `vector_to_parameters` or `.double().float()` move them, for example. A parameter that was
         frozen stays in `frozen`, without gradient.
@@ -243,20 +248,20 @@ class FlatModel:
         Raises:
             ConfigError: a parameter was replaced, added, removed, or has another dtype or device.
         """
-        for get, key, parameter in self._entries:
-            if get(key) is not parameter:
-                self._check_structure()
-                break
-        for parameters, modules, n_parameters, n_modules in self._counts:
-            if len(parameters) != n_parameters or len(modules) != n_modules:
-                self._check_structure()
-                break
+        if self._read_structure() != self._structure:
+            self._check_structure()
+        if [*map(Tensor.data_ptr, self._tensors)] == self._pointers:
+            return
         for slots, flats in ((self.slots, self.params), (self.frozen_slots, self.frozen)):
             for slot in slots:
-                tensor = slot.tensor
-                if tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
-                    slot.move_in(tensor, flats, "parameter", _MOVED)
+                if slot.tensor.data_ptr() != slot.view(flats).data_ptr():
+                    move_in(slot, slot.tensor, flats, "parameter", _MOVED)
                     self._moves += 1
+
+    def _read_structure(self) -> list[int]:
+        """Return the ids of the module's parameters and the numbers of its layers, to detect changes quickly."""
+        ids = [id(parameter) for parameters, _ in self._parts for parameter in parameters.values()]
+        return ids + [len(modules) for _, modules in self._parts]
 
     def _check_structure(self) -> None:
         """Raise ConfigError if a parameter of this FlatModel was replaced, added or removed.
@@ -264,7 +269,7 @@ class FlatModel:
         Parameters that the module had when it was wrapped, but that belong to no slot (see `only`), are not compared.
         """
         own_ids = {id(slot.tensor) for slot in self._all_slots}
-        all_ids = own_ids | {id(tensor) for _, _, tensor in self._entries}
+        all_ids = own_ids | set(map(id, self._held))
         named = [*self.module.named_parameters(), *self._extra]
         check_parameters([(name, p) for name, p in named if id(p) in own_ids or id(p) not in all_ids], self._all_slots)
 
@@ -282,7 +287,7 @@ class FlatModel:
         unfrozen = [slot.tensor for slot in self.frozen_slots if slot.tensor.requires_grad]
         check_flattenable(self._named(), [])
         self._lay_out()
-        for tensor in unfrozen if self.gradients.weights_batches else ():
+        for tensor in unfrozen if self.gradients._weights_batches else ():
             if tensor.grad is not None:
                 tensor.grad = tensor.grad * self.gradients.weight
         if self._has_grads:
@@ -294,14 +299,15 @@ class FlatModel:
     def description(self) -> str:
         """Describe each tensor in a line: name, role, dtype, shape, group. Equal texts mean equal layouts."""
         roles = {slot.name: "frozen" for slot in self.frozen_slots}
-        named = [(roles.get(slot.name, "trainable"), slot) for slot in self._all_slots]
+        named = [(roles.get(slot.name, "trainable"), slot, slot.tensor) for slot in self._all_slots]
+        named += [("buffer", slot, slot.tensor) for slot in self.flat_buffers.slots]
         return "\n".join(
-            f"{slot.name}: {role} {str(slot.dtype).removeprefix('torch.')} {list(slot.shape)} in group {slot.group}"
-            for role, slot in [*named, *(("buffer", slot) for slot in self.flat_buffers.slots)]
+            f"{slot.name}: {role} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} in group {slot.group}"
+            for role, slot, tensor in named
         )
 
     def close(self) -> None:
         """Remove the hooks, and copy each tensor to separate memory. May be called twice."""
-        self.gradients.watch((), None)
+        self.gradients._watch((), None)
         for slot in (*self._all_slots, *self.flat_buffers.slots):  # torch.save would save a view's whole flat tensor
             slot.tensor.data = slot.tensor.detach().clone()

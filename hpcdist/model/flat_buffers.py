@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hpcdist.errors import ConfigError, UnknownNameError
-from hpcdist.model.slots import bind, flatten, getter, unwrapped
+from hpcdist.model.slots import bind, fits, flatten, getter, move_in, unwrapped
 
 KINDS = ("mean", "first", "own")
 
@@ -28,15 +28,11 @@ class FlatBuffers:
         kinds: of each flat tensor. "mean": averaged over the workers; "first": the first worker's values on all ranks;
             "own": local on each rank during training, at the end the first worker's; "count": a normalisation layer's
             number of batches.
-        warned: a warning about buffers that ranks changed differently has been logged.
-        joint: buffers that may change in a batch of weight 0 too, because they come from all ranks' batches.
     """
 
     def __init__(self, module: nn.Module, requested: Mapping[str, str] | None = None):
         self._module = module
         self._saved: list[Tensor] = []  # values before a batch of weight 0
-        self.joint: list[Tensor] = []
-        self.warned = False
         kinds = _kinds(module, requested or {})
         self.slots, self._flats = flatten(unwrapped(module, module.named_buffers()), kinds)
         self.kinds = [next(kinds[slot.name] for slot in self.slots if slot.group == i) for i in range(len(self._flats))]
@@ -45,29 +41,23 @@ class FlatBuffers:
         self._entries = [(name, owner, key, slots[id(t)]) for name, owner, key, t in _entries_of(module)]
 
     def tensors(self) -> list[Tensor]:
-        """Return the module's current buffers, each once; they may be outside of flat memory, unlike after `sync`."""
+        """Return the module's current buffers, each once; they may be outside of flat memory."""
         current = {slot.name: getter(owner._buffers)(key) for _, owner, key, slot in self._entries}
         return [slot.tensor if (tensor := current.get(slot.name)) is None else tensor for slot in self.slots]
 
-    def sync(self) -> tuple[Tensor, ...]:
+    def _sync(self) -> tuple[Tensor, ...]:
         """Copy buffers that the module replaced (`self.mean = new`) into flat memory, and return its tensors.
-
-        Afterwards all buffers of the module are views of flat memory again.
 
         A non-persistent buffer is not part of the model's state, but a cache, such as angles of positions. If its shape
         changes, or it is added or removed, it becomes local to this rank: other ranks' batches may have other lengths.
-
-        Raises:
-            ConfigError: a persistent buffer is new, removed, no longer tied, or has another shape, dtype or device.
         """
         entries = list(_entries_of(self._module))
         tensors = {name: tensor for name, *_, tensor in entries}
         for name, owner, key, slot in list(self._entries):
             tensor = tensors.get(name)
-            if _is_cache(owner, key) and (tensor is None or not slot.fits(tensor, self._flats)):
+            if _is_cache(owner, key) and (tensor is None or not fits(slot, tensor, self._flats)):
                 self._entries = [entry for entry in self._entries if entry[0] != name]
                 slot.tensor = slot.view(self._flats)  # flat memory stays the same on all ranks
-                slot.pointer = slot.tensor.data_ptr()
         known = {name for name, *_ in self._entries}
         entries = [entry for entry in entries if entry[0] in known or not _is_cache(*entry[1:3])]
         changed = {name for name, *_ in entries} ^ {name for name, *_ in self._entries}
@@ -89,34 +79,35 @@ class FlatBuffers:
                 )
         for slot in self.slots:
             tensor = tensor_of.get(slot.name, slot.tensor)
-            if tensor is not slot.tensor or tensor.data_ptr() != slot.pointer or tensor.dtype != slot.dtype:
+            if tensor is not slot.tensor or tensor.data_ptr() != slot.view(self._flats).data_ptr():
                 advice = ". Change it before wrapping; or pass persistent=False to register_buffer, if it may grow."
-                slot.move_in(tensor, self._flats, "buffer", advice)
+                move_in(slot, tensor, self._flats, "buffer", advice)
         self._rebind()
         return self._flats
 
-    def bind(self, flats: tuple[Tensor, ...]) -> None:
+    def _bind(self, flats: tuple[Tensor, ...]) -> None:
         """Use `flats` as the buffers' memory."""
         self._flats = flats
         bind(self.slots, flats)
         self._rebind()
 
     # --- batches of weight 0 --------------------------------------------------------------------------------------
-    def save(self) -> None:
+    def _save(self) -> None:
         """Copy the values for `restore`."""
-        self._saved = [flat.clone() for flat in self.sync()]
+        self._saved = [flat.clone() for flat in self._sync()]
 
     def restore(self, averaged: bool = False) -> None:
-        """Set the buffers to the values that `save` copied, and forget these; do nothing without them.
+        """Set the buffers to their values before a batch of weight 0; do nothing without one.
 
-        Buffers in `joint` keep their values; with `averaged` (before statistics are averaged) counts do, too.
+        SyncBatchNorm's keep their values, which come from all ranks' batches; with `averaged` (before statistics are
+        averaged) counts do, too.
         """
         saved, self._saved = self._saved, []
         if not saved:
             return
-        flats = self.sync()
-        counts = [slot.tensor for slot in self.slots if averaged and self.kinds[slot.group] == "count"]
-        kept = [*self.joint, *counts]
+        flats = self._sync()
+        kept = [slot.tensor for _, owner, _, slot in self._entries if isinstance(owner, nn.SyncBatchNorm)]
+        kept += [slot.tensor for slot in self.slots if averaged and self.kinds[slot.group] == "count"]
         kept_values = [tensor.clone() for tensor in kept]
         for flat, values in zip(flats, saved, strict=True):
             flat.copy_(values)
@@ -130,11 +121,7 @@ class FlatBuffers:
 
 
 def _kinds(module: nn.Module, requested: Mapping[str, str]) -> dict[str, str]:
-    """Return the kind of each buffer by name.
-
-    Raises:
-        ConfigError: there is no such kind or buffer, or integers are to be averaged.
-    """
+    """Return the kind of each buffer by name; raise ConfigError if a requested one does not exist or fit."""
     kinds: dict[str, str] = {}
     for name, (owner, tensor) in unwrapped(module, ((name, (o, t)) for name, o, _, t in _entries_of(module))):
         scripted = getattr(nn, str(getattr(owner, "original_name", None)), None)  # class before torch.jit.script

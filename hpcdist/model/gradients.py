@@ -17,17 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket, make_buckets
 from hpcdist.model.flat_buffers import FlatBuffers
-from hpcdist.model.slots import Slot
+from hpcdist.model.slots import Slot, fits
 
 _NO_PASS = -1
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Keep torch.compile from compiling a function and what it calls.
-
-    Like torch.compiler.disable, which takes seconds to import.
-    """
+    """Keep torch.compile from compiling a function and its calls; torch.compiler.disable takes seconds to import."""
     target: Any = function
     target._torchdynamo_disable = True  # read when a function that calls it is compiled
     frames = torch._C._dynamo.eval_frame
@@ -40,10 +37,11 @@ def uncompiled(function: Function) -> Function:
 class Gradients:
     """The gradients of the trainable parameters of a `FlatModel` (its docstring lists the calls of a step).
 
-    A hook on each parameter copies a gradient that autograd stored elsewhere into its flat slice.
+    A hook on each parameter copies a gradient that autograd stored elsewhere into its flat slice. A rank without others
+    has no hooks, which take longer than all else here, unless gradients are flat or a batch has another weight than 1.
 
     A backward pass has the weight of its batch. Gradients of a batch of weight 0 are dropped, NaN included; a parameter
-    with only such gradients counts as one without gradient. With `weights_batches` the gradients of other batches are
+    with only such gradients counts as one without gradient. If `configure` says so, the gradients of other batches are
     multiplied by the weight as they arrive, before autograd adds them to earlier ones.
 
     A bucket is announced when all its gradients have arrived, on autograd's thread, with the stream that the last one
@@ -56,19 +54,12 @@ class Gradients:
         on_begin: called at the first gradient of each pass.
         on_end: called at the end of each pass, on the thread of `backward()`, which raises its errors. With reentrant
             checkpointing inner passes end too, and it is called more than once.
-        weights_batches: gradients are multiplied by the weight. Set it before the first batch.
         weight: of the latest batch; 1 if no loop announces batches.
         weights: of the passes since the last step; empty if there was none.
-        weighted_by_loop: the loop sets the weights of its batches.
-        counts: the latest batch was announced with a weight other than 0.
         batch: number of batches so far; ranks compare it.
         batches_used: number of batches that a step has used.
         ends_epoch: the latest batch is the last of an epoch, so that an accumulation may be incomplete.
-        more_follow: more gradients will be added to the current ones, see `joined`.
-        fingerprint: (flat gradients) -> value that shows changes through `p.grad.data`, which torch does not count;
-            called at the end of a pass and at the step. None: such changes are not detected. Set it before the first
-            batch.
-        changed_by_loop: a code for the loop's changes of gradients so far, with `fingerprint`.
+        changed_by_loop: a code for the loop's changes of gradients so far, with a `fingerprint`, see `configure`.
 
     Args:
         caps: maximum bytes of a bucket, and of the first bucket of each group.
@@ -84,11 +75,10 @@ class Gradients:
         self.on_begin: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
         # batches
-        self.weights_batches, self.weight, self.counts = False, 1.0, True
-        self._equal_weight: float | None = None  # weight of each batch that counts; None: by its number of samples
+        self.weight, self._counts = 1.0, True  # the batch was announced with a weight other than 0
         self.batch = self.batches_used = self._used_last = 0
-        self.ends_epoch = self.more_follow = False
-        self.weighted_by_loop = False  # hooks stay; else they exist only while the weight needs them
+        self.ends_epoch = self._more_follow = False
+        self._weighted_by_loop = False  # hooks stay; else they exist only while the weight needs them
         self._weight_hooks: list[RemovableHandle] = []
         self._weighted = False  # a gradient of this batch was weighted, perhaps one of torch.autograd.grad
         # passes
@@ -96,92 +86,109 @@ class Gradients:
         self._current = _NO_PASS  # autograd's number of the current pass
         self._joined = False
         # changes
-        self.fingerprint: Callable[[Tensor], object] | None = None
         self.changed_by_loop = 0
         self._after_step: list[int] = []  # versions of the gradients
         self._after_pass: list[object] = []  # versions, and fingerprints if any
+        self._weights_batches = self._alone = False  # see `configure`
+        self._equal_weight: float | None = None
+        self._fingerprint: Callable[[Tensor], object] | None = None
 
-    def watch(self, slots: Sequence[Slot], flats: Sequence[Tensor] | None) -> None:
-        """Track the gradients of the parameters in these slots from now on, and no others.
+    def configure(
+        self, *, weights_batches: bool = False, equal_weight: float | None = None,
+        fingerprint: Callable[[Tensor], object] | None = None, alone: bool = False,
+    ) -> None:  # fmt: skip
+        """Set how gradients are weighted and their changes detected, before the first batch.
 
         Args:
-            flats: memory for the gradients, zeros like the parameters; None: autograd stores gradients itself.
+            weights_batches: gradients are multiplied by the batch's weight.
+            equal_weight: weight of each batch that counts, instead of weights by samples.
+            fingerprint: (flat gradients) -> value that shows changes through `p.grad.data`, which torch does not count;
+                called at the end of a pass and at the step. None: such changes are not detected.
+            alone: there are no other ranks. Passes are not counted then, without hooks.
         """
+        self._alone = alone
+        self._weights_batches, self._equal_weight, self._fingerprint = weights_batches, equal_weight, fingerprint
+        self._announce_batch(1.0, False)
+
+    def _watch(self, slots: Sequence[Slot], flats: Sequence[Tensor] | None) -> None:
+        """Track the gradients of the parameters in these slots, and no others; `flats` as in `keep_gradients`."""
         for hook in (*self._hooks, *self._weight_hooks):
             hook.remove()
-        self._slots, self._flat, self._flats = slots, flats is not None, tuple(flats or ())
+        self._slots, self._tensors = slots, [slot.tensor for slot in slots]
+        self._flat, self._flats = flats is not None, tuple(flats or ())
         self._views = [slot.view(self._flats) for slot in slots if self._flat]
         self._pointers = [view.data_ptr() for view in self._views]
         self.buckets = make_buckets(slots, self._flats, *self._caps)
         bucket_of = {name: bucket.index for bucket in self.buckets for name in bucket.params}
         self._bucket_of = [bucket_of[slot.name] for slot in slots if self._flat]
         self.announce(early=False)
-        self._blank = [False] * len(slots)  # gradients from batches of weight 0 only
+        self._blank: set[int] = set()  # positions of gradients from batches of weight 0 only
         self._first: set[int] = set()  # parameters whose first gradient came from a batch of weight 0
         self._hidden: list[int] = []  # gradients removed for the optimiser's step
         self._released = 0  # number of gradients set by the last `release`
-        self._hooks = [
-            slot.tensor.register_post_accumulate_grad_hook(self._make_hook(position))
-            for position, slot in enumerate(slots)
-        ]
-        self._weight_hooks = []
+        self._hooks, self._weight_hooks = [], []
+        if self._flat or not self._alone:
+            self._add_hooks()
         self._set_weight(self.weight)
 
+    def _add_hooks(self) -> None:
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(self._make_hook(position))
+            for position, tensor in enumerate(self._tensors)
+        ]
+
     # --- batches --------------------------------------------------------------------------------------------------
-    def start_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
+    def start_batch(self, weight: float | None = 1.0, *, ends_epoch: bool = False) -> None:
         """Start a batch, before its forward pass: all passes belong to it until the next one.
 
         Loops that never call this have batches of weight 1.
 
         Args:
             weight: this rank's samples in the step divided by the workers' mean number. With weight 0 gradients are
-                dropped, and buffers are restored.
+                dropped, and buffers are restored. None: the loop has ended; later passes belong to no batch.
             ends_epoch: it is the last batch of an epoch, so that an accumulation may be incomplete.
         """
-        self.batch += 1
-        self._announce_batch(weight, ends_epoch)
-        if not self._needs_hooks and not self.weighted_by_loop:
+        self.batch += weight is not None
+        self._announce_batch(1.0 if weight is None else weight, ends_epoch)
+        if not self._needs_hooks and not self._weighted_by_loop:
             for hook in self._weight_hooks:
                 hook.remove()
             self._weight_hooks = []
 
-    def end_batches(self) -> None:
-        """End the last batch of a loop: later passes have weight 1 and belong to no batch."""
-        self._announce_batch(1.0, False)
-
-    def set_equal_weight(self, weight: float) -> None:
-        """Use a constant weight for batches that count, instead of weights by samples."""
-        self._equal_weight = weight
-        self._announce_batch(1.0, False)
-
-    def set_batch_weight(self, weight: float) -> None:
+    def set_batch_weight(self, n: float, share: Callable[[float], float] = float) -> None:
         """Change the weight of the current batch, before its forward pass, unless it was announced with weight 0.
 
         A loop must call it for each batch, or never.
+
+        Args:
+            share: (n, or 0 for a batch of weight 0) -> the weight; perhaps collective.
         """
-        if self.counts:
+        weight = share(n if self._counts else 0.0)
+        if self._counts:
             if weight == 0.0:
-                self._buffers.save()
-            self.weighted_by_loop = True
+                self._buffers._save()
+            self._weighted_by_loop = True
             self._set_weight(weight)
 
     def _announce_batch(self, weight: float, ends_epoch: bool) -> None:
         self._buffers.restore()
         if weight == 0.0:
-            self._buffers.save()
-        self.ends_epoch, self.counts, self._weighted = ends_epoch, weight != 0.0, False
-        self._set_weight(weight if self._equal_weight is None or not self.counts else self._equal_weight)
+            self._buffers._save()
+        self.ends_epoch, self._counts, self._weighted = ends_epoch, weight != 0.0, False
+        self._set_weight(weight if self._equal_weight is None or not self._counts else self._equal_weight)
 
     def _set_weight(self, weight: float) -> None:
         """Set the weight of the current batch; add the hooks that apply it, which `start_batch` removes."""
         self.weight = weight
         self._weighted = self._weighted and bool(self.weights)  # earlier gradients keep their weight
         if self._needs_hooks and not self._weight_hooks:
-            self._weight_hooks = [self._make_weight_hook(slot.tensor) for slot in self._slots]
+            self._weight_hooks = [self._make_weight_hook(tensor) for tensor in self._tensors]
+            if not self._hooks:
+                self._add_hooks()
 
     @property
     def _needs_hooks(self) -> bool:
-        return self.weight == 0.0 or (self.weights_batches and self.weight != 1.0)
+        return self.weight == 0.0 or (self._weights_batches and self.weight != 1.0)
 
     def _make_weight_hook(self, parameter: Tensor) -> RemovableHandle:
         """Register a hook that stays while the parameter is frozen, as a critic's in steps of its generator."""
@@ -220,15 +227,17 @@ class Gradients:
             if task != self._current:  # the first gradient of a pass
                 self._start(task)
             grad = parameter.grad
-            if grad is None or grad.requires_grad or grad.layout is not torch.strided:
-                grad = parameter.grad = self._dense(position, grad)
-            if self._flat and (grad is not self._views[position] or grad.data_ptr() != self._pointers[position]):
-                self._move_in(position, grad)
-            if self.weight != 0.0:
-                self._blank[position] = False
-            elif id(parameter) in self._first:
-                self._blank[position] = True
-            if self._armed and not self.more_follow:
+            if not self._flat:
+                if grad is None or grad.requires_grad or grad.layout is not torch.strided:
+                    parameter.grad = self._dense(position, grad)
+            elif grad is not self._views[position] or grad.data_ptr() != self._pointers[position]:
+                self._move_in(position, self._dense(position, grad))
+            if self.weight == 0.0:
+                if id(parameter) in self._first:
+                    self._blank.add(position)
+            elif self._blank:
+                self._blank.discard(position)
+            if self._armed and not self._more_follow:
                 self._arrive(position)
 
         return hook
@@ -254,24 +263,31 @@ class Gradients:
         self._after_pass = self._versions() if self._flat else []
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
+    def joined(self) -> Iterator[Callable[[bool], None]]:
         """Treat everything that is added to the gradients inside the context as one pass, which ends with it.
 
-        The micro-batches of a pipeline are one pass. Buckets are announced only while the caller sets `more_follow` to
-        False, for the last micro-batch. Changes before the end do not count as changes by the loop.
+        The micro-batches of a pipeline are one pass. Changes before the end do not count as changes by the loop.
+
+        Yields:
+            A function that sets whether more gradients will be added to the current ones. Buckets are announced only
+            after a call with False, for the last micro-batch.
         """
-        self._joined = self.more_follow = True
+
+        def set_more_follow(more_follow: bool) -> None:
+            self._more_follow = more_follow
+
+        self._joined = self._more_follow = True
         self.weights.append(self.weight)
         try:
-            yield
+            yield set_more_follow
         finally:
-            self._joined = self.more_follow = False
+            self._joined = self._more_follow = False
         self._end()
 
     def _move_in(self, position: int, grad: Tensor) -> None:
         """Copy a gradient into its flat slice, and set the slice as the parameter's gradient."""
         slot = self._slots[position]
-        if grad.dtype != slot.dtype or grad.shape != slot.shape:
+        if not fits(slot, grad, self._flats):
             self._refresh()  # raises the error about the parameter
         view = self._view(position)
         view.copy_(grad)
@@ -335,20 +351,20 @@ class Gradients:
         if not self.weights or not self._flat:
             return False
         replaced, n_grads, versions = False, 0, self._versions()
-        for slot, view, pointer in zip(self._slots, self._views, self._pointers):
-            grad = slot.tensor.grad
+        for tensor, view, pointer in zip(self._tensors, self._views, self._pointers):
+            grad = tensor.grad
             n_grads += grad is not None
             replaced = replaced or (grad is not None and (grad is not view or grad.data_ptr() != pointer))
         changed = replaced or versions != self._after_pass
-        if self.fingerprint is not None:
+        if self._fingerprint is not None:
             self.changed_by_loop += (self._change(versions) if changed else 0) + (n_grads < self._released)
         return changed
 
     def _change(self, now: list[object]) -> int:
         """Return a code for the loop's change, to compare between ranks if gradients are already the mean of all ranks.
 
-        0: values are as before. 1: gradients still differ by rank, as inside a pass. Else 2048 + the exponent of the
-        gradients' mean magnitude: different factors on ranks change it in most cases, rounding hardly ever.
+        0: none. 1: gradients still differ by rank, as inside a pass. Else 2048 + the exponent of the mean magnitude:
+        different factors on ranks change it in most cases, rounding hardly ever.
         """
         if self.on_end is None or self._current != _NO_PASS:
             return 1
@@ -357,13 +373,13 @@ class Gradients:
 
     def _versions(self) -> list[object]:
         """Return torch's version counter of each flat gradient, then its fingerprint if there is a function for it."""
-        values = [] if self.fingerprint is None else map(self.fingerprint, self._flats)
+        values = [] if self._fingerprint is None else map(self._fingerprint, self._flats)
         return [*(flat._version for flat in self._flats), *values]  # versions count changes of views too
 
     # --- a step ---------------------------------------------------------------------------------------------------
     def present(self) -> list[bool]:
         """Return for each trainable parameter whether it has a gradient."""
-        return [slot.tensor.grad is not None for slot in self._slots]
+        return [tensor.grad is not None for tensor in self._tensors]
 
     def collect(self, *, last: bool = False) -> Tensor:
         """Make every element of the flat gradients valid: zeros for a parameter without a gradient.
@@ -381,12 +397,16 @@ class Gradients:
         """
         any_counts = self.mean_weight > 0.0
         # Gradients of earlier passes, or of the last step, may be the mean of all ranks: they remain.
-        keeps = any_counts or (self.weights_batches and (bool(self.weights) or self._unchanged_since_step()))
-        if not keeps or any(self._blank):
+        keeps = any_counts or (self._weights_batches and (bool(self.weights) or self._unchanged_since_step()))
+        if not keeps or self._blank:
             self._hide(keeps)
-        used = torch.tensor([slot.tensor.grad is not None for slot in self._slots], dtype=torch.bool)
-        for position, (slot, view, pointer) in enumerate(zip(self._slots, self._views, self._pointers)):
-            grad = slot.tensor.grad
+        if not self._hooks:
+            for tensor in self._tensors:
+                if tensor.grad is not None and tensor.grad.layout is not torch.strided:
+                    tensor.grad = tensor.grad.to_dense()
+        used = torch.tensor(self.present(), dtype=torch.bool)
+        for position, (tensor, view, pointer) in enumerate(zip(self._tensors, self._views, self._pointers)):
+            grad = tensor.grad
             if grad is view and grad.data_ptr() == pointer:
                 continue
             if self._bucket_of[position] < self._announced:  # it has been sent already
@@ -395,9 +415,9 @@ class Gradients:
                 self._view(position).zero_()
             else:
                 self._move_in(position, self._dense(position, grad))
-        if not self._weighted and self.weights_batches and self.weight not in (0.0, 1.0):
+        if not self._weighted and self._weights_batches and self.weight not in (0.0, 1.0):
             self._weighted = True  # gradients that the loop assigned, without hooks
-            for grad in self._flats or [slot.tensor.grad for slot in self._slots if slot.tensor.grad is not None]:
+            for grad in self._flats or [tensor.grad for tensor in self._tensors if tensor.grad is not None]:
                 grad.mul_(self.weight)
         if last:
             with self._lock:
@@ -407,18 +427,17 @@ class Gradients:
 
     def _unchanged_since_step(self) -> bool:
         """Return whether the gradients are still those of the last step, in place."""
-        slots = zip(self._slots, self._views, self._pointers)
-        grads = ((slot.tensor.grad, view, pointer) for slot, view, pointer in slots)
-        in_place = all(grad is None or (grad is view and grad.data_ptr() == at) for grad, view, at in grads)
+        parts = zip(self._tensors, self._views, self._pointers)
+        in_place = all(t.grad is None or (t.grad is view and view.data_ptr() == pointer) for t, view, pointer in parts)
         return in_place and self._after_step == [flat._version for flat in self._flats]
 
     def _hide(self, stays: bool) -> None:
         """Remove gradients that come only from batches of weight 0, or all unless `stays`; `done` sets them to zero."""
-        for position, slot in enumerate(self._slots):
-            if slot.tensor.grad is not None and (not stays or self._blank[position]):
-                slot.tensor.grad = None
+        for position, tensor in enumerate(self._tensors):
+            if tensor.grad is not None and (not stays or position in self._blank):
+                tensor.grad = None
                 self._hidden.append(position)
-        self._blank[:] = [False] * len(self._blank)
+        self._blank.clear()
 
     def _require_in_place(self, position: int, counts: bool) -> None:
         """Raise ConfigError if a gradient was replaced or removed after it had been announced."""
@@ -440,16 +459,16 @@ class Gradients:
         flags = torch.as_tensor(used).tolist()
         if len(flags) != len(self._slots):
             raise ConfigError(f"used must be {len(self._slots)} flags, one per trainable parameter; got {len(flags)}.")
-        for position, (slot, flag) in enumerate(zip(self._slots, flags, strict=True)):
-            slot.tensor.grad = self._view(position) if flag else None
+        for position, (tensor, flag) in enumerate(zip(self._tensors, flags, strict=True)):
+            tensor.grad = self._view(position) if flag else None
         self._released = sum(flags)
 
     def done(self) -> None:
         """End the step: gradients that were removed for it become zeros that the loop can read."""
         for position in self._hidden:
-            slot = self._slots[position]
-            if slot.tensor.grad is None:
-                slot.tensor.grad = self._view(position).zero_() if self._flat else torch.zeros_like(slot.tensor)
+            tensor = self._tensors[position]
+            if tensor.grad is None:
+                tensor.grad = self._view(position).zero_() if self._flat else torch.zeros_like(tensor)
         self._hidden.clear()
         self.weights.clear()
         self._current = _NO_PASS  # later gradients belong to the next step, also those of the same pass

@@ -22,8 +22,6 @@ class Slot:
 
     Attributes:
         tensor: the module's parameter or buffer.
-        dtype, shape: of the tensor when the module was wrapped.
-        pointer: address of the slot's memory.
     """
 
     name: str
@@ -31,39 +29,40 @@ class Slot:
     group: int
     start: int
     stop: int
-    dtype: torch.dtype
-    shape: torch.Size
-    pointer: int = 0
+
+    def __post_init__(self) -> None:
+        self._shape, self._dtype = self.tensor.shape, self.tensor.dtype  # which the loop must not change
 
     def view(self, flats: Sequence[Tensor]) -> Tensor:
         """Return the slot's elements of flat tensors, in the tensor's shape and in the precision of `flats`."""
         flat = flats[self.group]
-        dtype = flat.dtype.to_complex() if self.dtype.is_complex else flat.dtype
-        return flat[self.start : self.stop].view(dtype).view(self.shape)
+        dtype = flat.dtype.to_complex() if self._dtype.is_complex else flat.dtype
+        return flat[self.start : self.stop].view(dtype).view(self._shape)
 
-    def fits(self, tensor: Tensor, flats: Sequence[Tensor]) -> bool:
-        """Return whether a tensor can be copied into the slot."""
-        return (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, flats[self.group].device)
 
-    def move_in(self, tensor: Tensor, flats: Sequence[Tensor], role: str, advice: str) -> None:
-        """Copy the values of `tensor` into the slot, and set the slot as the memory of `self.tensor` again.
+def fits(slot: Slot, tensor: Tensor, flats: Sequence[Tensor]) -> bool:
+    """Return whether a tensor can be copied into the slot."""
+    return (tensor.shape, tensor.dtype, tensor.device) == (slot._shape, slot._dtype, flats[slot.group].device)
 
-        Raises ConfigError, with `role` and `advice` in the message, if shape, dtype or device differ.
-        """
-        if not self.fits(tensor, flats):
-            raise ConfigError(
-                f"{role} {self.name!r} must stay {self.dtype} of shape {tuple(self.shape)} on "
-                f"{flats[self.group].device}; got {kind(tensor)} on {tensor.device}{advice}"
-            )
-        self.view(flats).copy_(tensor.detach())
-        bind([self], flats)
+
+def move_in(slot: Slot, tensor: Tensor, flats: Sequence[Tensor], role: str, advice: str) -> None:
+    """Copy the values of `tensor` into the slot, and set the slot as the memory of its tensor again.
+
+    Raises ConfigError, with `role` and `advice` in the message, if shape, dtype or device differ.
+    """
+    if not fits(slot, tensor, flats):
+        raise ConfigError(
+            f"{role} {slot.name!r} must stay {slot._dtype} of shape {tuple(slot._shape)} on "
+            f"{flats[slot.group].device}; got {kind(tensor)} on {tensor.device}{advice}"
+        )
+    slot.view(flats).copy_(tensor.detach())
+    bind([slot], flats)
 
 
 def bind(slots: Iterable[Slot], flats: Sequence[Tensor]) -> None:
     """Set `flats` as the memory of the slots' tensors, which stay the same objects."""
     for slot in slots:
         slot.tensor.data = slot.view(flats)
-        slot.pointer = slot.tensor.data_ptr()
 
 
 def flatten(
@@ -79,7 +78,7 @@ def flatten(
             lengths.append(0)
         start = lengths[group]
         lengths[group] += tensor.numel() * (2 if tensor.is_complex() else 1)
-        slots.append(Slot(name, tensor, group, start, lengths[group], tensor.dtype, tensor.shape))
+        slots.append(Slot(name, tensor, group, start, lengths[group]))
     flats = tuple(
         torch.empty(length, dtype=dtype.to_real(), device=device)
         for (dtype, device, _), length in zip(groups, lengths, strict=True)
@@ -166,7 +165,7 @@ def check_memory(setting: str, tensors: Sequence[Tensor], template: Sequence[Ten
     """Raise ConfigError unless `tensors` can be the memory of `slots` instead of `template`."""
     if len(tensors) != len(template):
         raise ConfigError(f"{setting} must be {len(template)} flat tensors, one per group; got {len(tensors)}.")
-    complex_groups = {slot.group for slot in slots if slot.dtype.is_complex}
+    complex_groups = {slot.group for slot in slots if slot.tensor.is_complex()}
     for group, (tensor, old) in enumerate(zip(tensors, template, strict=True)):
         if tensor.shape != old.shape or tensor.dtype != old.dtype:
             raise ConfigError(f"{setting}, group {group}, must be {kind(old)}; got {kind(tensor)}.")

@@ -60,15 +60,23 @@ class Agreement:
         if grads and not overflow and any_overflow.item():
             grads[0].fill_(torch.nan)
 
-    def norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Collective in the replica. Compute the 2-norm of all stages' gradients, as a float64 on the CPU."""
+    def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Collective in the replica. Clip gradients to the 2-norm `max_norm`, over all stages, as torch does.
+
+        Return the norm before, as a float64 on the CPU.
+        """
         grads = [p.grad for p in parameters if p.grad is not None and id(p) not in self._repeated]
         squares = [float(torch.linalg.vector_norm(as_real(chunk), dtype=torch.float64)) ** 2 for chunk in chunks(grads)]
         # All-reduce adds only zeros to each rank's element, so that the result does not depend on its order of sums.
         squares_of_ranks = torch.zeros(self.comm.size, dtype=torch.float64)
         squares_of_ranks[self.comm.rank] = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
         self.comm.allreduce(squares_of_ranks)
-        return torch.tensor(math.sqrt(sum(squares_of_ranks.tolist())), dtype=torch.float64)
+        norm = math.sqrt(sum(squares_of_ranks.tolist()))
+        factor = math.nan if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return torch.tensor(norm, dtype=torch.float64)
 
 
 class PartOfModel(nn.Module, abc.ABC):
@@ -90,14 +98,6 @@ class PartOfModel(nn.Module, abc.ABC):
     @abc.abstractmethod
     def share_values(self) -> None:
         """Collective in the replica. Copy parameters that several ranks have from the first of them."""
-
-
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Multiply gradients by max_norm / norm if the norm is larger, as torch's `clip_grad_norm_` does."""
-    factor = min(1.0, max_norm / (float(norm) + 1e-6)) if not torch.isnan(norm) else math.nan
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
 
 
 # --- parameters that several stages share -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from hpcdist.comm.communicator import TAG_LIMIT, Communicator, Traffic
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.parallel import schedules
-from hpcdist.parallel.agreement import Agreement, PartOfModel, TiedParameters, clip_gradients
+from hpcdist.parallel.agreement import Agreement, PartOfModel, TiedParameters
 from hpcdist.parallel.boundary import Boundary, Layout, Values
 from hpcdist.parallel.cut import Cut, cut_of
 from hpcdist.parallel.grid import Grid
@@ -90,6 +90,7 @@ class Pipeline(PartOfModel):
             raise UnknownNameError("routing", routing, ROUTINGS)
         self.grid, self.optimizers = grid, []
         self._loss, self._micro_batches, self._chunks, self._recompute = loss, micro_batches, chunks, recompute
+        self._set_more_follow: list[Callable[[bool], None]] = []  # of the optimisers' gradients, in a pass
         self._table = cache(lambda parts: schedules.create(schedule, grid.inner.size, parts, chunks))
         self._table(micro_batches)  # refused before anything is built
         self.routing = Routing(grid, seed) if routing == "random" and grid.replicas > 1 else None
@@ -155,10 +156,7 @@ class Pipeline(PartOfModel):
 
         A tied parameter counts once.
         """
-        parameters = list(self.parameters())
-        norm = self.agreement.norm(parameters)
-        clip_gradients(parameters, max_norm, norm)
-        return norm
+        return self.agreement.clip(list(self.parameters()), max_norm)
 
     def forward_backward(self, x: Any, y: Any, *, scaled: Scale = None, micro_batches: int | None = None) -> Tensor:
         """Collective in the replica. Add a batch's gradients to those of the parameters; return its mean loss.
@@ -177,8 +175,8 @@ class Pipeline(PartOfModel):
         if scaled is not None:
             scaled(torch.zeros((), device=self._device))  # it starts with the first loss, which only one rank has
         with ExitStack() as stack:
-            for optimizer in self.optimizers:
-                stack.enter_context(optimizer.strategy.model.gradients.joined())
+            joined = [optimizer.strategy.model.gradients.joined() for optimizer in self.optimizers]
+            self._set_more_follow = [stack.enter_context(context) for context in joined]
             stack.enter_context(self._between.overlapping())
             self.tied.start_gradients()
             for operation, following in zip_longest(operations, operations[1:]):
@@ -244,8 +242,8 @@ class Pipeline(PartOfModel):
         thirds = _THIRDS[operation_kind] + (operation_kind in "BI" and self._recompute)  # for virtual clocks
         # After the last micro-batch the gradients of the stage's weights are complete.
         is_last_part = operation_kind in "BW" and part == batch.parts - 1
-        for optimizer in self.optimizers:
-            optimizer.strategy.model.gradients.more_follow = not is_last_part or batch.scaled is not None
+        for set_more_follow in self._set_more_follow:
+            set_more_follow(not is_last_part or batch.scaled is not None)
         self.grid.inner.compute(thirds / 3 / self.n_stages * batch.shares[part])
         if operation_kind == "F":
             values = stage.forward(self._values(stage, received, batch, part, grads=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -74,25 +74,25 @@ class Stage:
         try:
             if not self._recompute or not torch.is_grad_enabled():
                 return self._chain.run(values)
-            leaves, tree = pytree.tree_flatten(values)
-            self._latest = Recomputation(partial(self._run_on_copies, tree), self._buffers_kept)
-            return self._latest.first(*leaves)
+            self._latest = Recomputation(self._run_on_copies, self._buffers_kept)
+            return self._latest.first(values)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if self.number == 0:
                 raise
-            leaves = pytree.tree_leaves(values)
-            tensors = [isinstance(leaf, Tensor) and Described(leaf.dtype, tuple(leaf.shape), False) for leaf in leaves]
-            got = ", ".join(str(tensor or type(leaf).__name__) for tensor, leaf in zip(tensors, leaves))
+            got = [
+                Described(leaf.dtype, tuple(leaf.shape), False) if isinstance(leaf, Tensor) else type(leaf).__name__
+                for leaf in pytree.tree_leaves(values)
+            ]
             raise ConfigError(
-                f"{self} must be able to take what stage {self.number - 1} returns; got {got}, and "
-                f"{type(error).__name__}: {error}"
+                f"{self} must be able to take what stage {self.number - 1} returns; got {', '.join(map(str, got))}, "
+                f"and {type(error).__name__}: {error}"
             ) from error
 
-    def _run_on_copies(self, tree: pytree.TreeSpec, *leaves: Any) -> Values:
+    def _run_on_copies(self, values: Values) -> Values:
         """Run on copies: layers may change inputs in place, which are needed again."""
-        return self._chain.run(pytree.tree_map_only(Tensor, Tensor.clone, pytree.tree_unflatten(leaves, tree)))
+        return self._chain.run(pytree.tree_map_only(Tensor, Tensor.clone, values))
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
@@ -208,24 +208,20 @@ class Recomputation:
     2016.
     """
 
-    def __init__(self, run: Callable[..., Any], context: Callable[[], AbstractContextManager[None]] = nullcontext):
+    def __init__(self, run: Callable[[Values], Values], context: Callable[[], AbstractContextManager[None]]):
         self._run, self._context = run, context
-        self._inputs: list[Any] = []
+        self._inputs: Values = ()
         self._holders: list[ref[_Holder]] = []
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
         self._tensors: WeakKeyDictionary[_Holder, Tensor] = WeakKeyDictionary()
 
-    def first(self, *inputs: Any) -> Any:
-        """Run the pass, and return its outputs.
-
-        Args:
-            inputs: kept until `compute`; tensors must not change in place until then.
-        """
-        self._inputs = [i.detach().requires_grad_(i.requires_grad) if isinstance(i, Tensor) else i for i in inputs]
+    def first(self, inputs: Values) -> Values:
+        """Run the pass, and return its outputs. Inputs are kept until `compute`; they must not change until then."""
+        self._inputs = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), inputs)
         self._random = torch.get_rng_state()
-        self._devices, self._random_there = get_device_states(*inputs)
+        self._devices, self._random_there = get_device_states(*pytree.tree_leaves(inputs))
         with saved_tensors_hooks(self._drop, self._tensors.__getitem__):
-            return self._run(*inputs)
+            return self._run(inputs)
 
     def compute(self) -> None:
         """Run the pass once more, with the same random numbers; random states stay as they are.
@@ -252,8 +248,8 @@ class Recomputation:
             torch.set_rng_state(self._random)
             if self._devices:
                 set_device_states(self._devices, self._random_there)
-            self._run(*self._inputs)
-        self._inputs.clear()
+            self._run(self._inputs)
+        self._inputs = ()
         if [(tensor.dtype, tensor.shape) for tensor in recomputed] != self._kinds:
             raise ConfigError(
                 "layers must compute the same from the same inputs each time with recompute = True; got "

@@ -95,6 +95,15 @@ def is_abandoned(folder: Path, quiet_s: float) -> bool:
     return False  # nobody has ever worked there, or the file can't be read
 
 
+def ended_holder(folder: Path) -> str | None:
+    """Return the process that is named in the folder's lock if it ran on this host and has ended; else None."""
+    with suppress(OSError), open_regular(folder / FILE_NAME) as lock:
+        holder = _read(lock.fileno())
+        match = _HOLDER.fullmatch(holder)
+        return holder if match and match[2] == platform.node() and not _holder_lives(holder) else None
+    return None
+
+
 def _acquired(file: int, wait_s: float) -> bool:
     """Try to lock the file for `wait_s`; without locks in the file system, return whether no live holder is known."""
     deadline_s = time.monotonic() + wait_s

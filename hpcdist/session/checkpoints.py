@@ -21,12 +21,7 @@ from hpcdist.session.world import current
 
 
 class _Objects:
-    """The objects passed to `save` or `load`, by name.
-
-    Attributes:
-        trained: the distributed optimisers; each is saved with its model.
-        others: the other objects, without the models of `trained`.
-    """
+    """The objects passed to `save` or `load`, by name: distributed optimisers with their models, and others."""
 
     def __init__(self, objects: Mapping[str, Any]):
         distributed = current().optimizers
@@ -144,11 +139,7 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
 
 
 def _read(objects: _Objects, saved: SavedWorld, same: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the saved state of each object, for this rank, and the plain values.
-
-    Args:
-        same: each rank holds the slices of the model that the rank of this number saved.
-    """
+    """Return each object's state for this rank, and the plain values; `same`: each rank reads what it saved."""
     session = current()
     if same:
         saved_rank = session.comm.rank

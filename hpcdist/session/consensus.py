@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hpcdist.comm.chunks import sum_and_norm
@@ -56,8 +56,8 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
                 if not model.is_swapped:  # else within another context
                     require_same_steps(optimizer, "at an evaluation")
                     model.refresh()
-                    stack.enter_context(model.swapped(*optimizer.strategy.consensus()))
-                    stack.enter_context(_temporary_values(model.frozen, frozen_consensus(optimizer.strategy)))
+                    consensus = optimizer.strategy.consensus()
+                    stack.enter_context(model.swapped(*consensus, frozen_consensus(optimizer.strategy)))
             for optimizer in optimizers:
                 share_tied(optimizer.strategy.model.module)
         batches_before = _tracked_batches(optimizers)
@@ -81,19 +81,6 @@ def normal_tensors() -> Iterator[None]:
     """Create tensors that can be trained, inside of `torch.inference_mode()` too; record no gradients."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-@contextmanager
-def _temporary_values(tensors: Sequence[Tensor], values: Sequence[Tensor] | None) -> Iterator[None]:
-    """Set the tensors to `values` inside the context; None: leave them unchanged."""
-    previous = [] if values is None else [tensor.clone() for tensor in tensors]
-    for tensor, value in zip(tensors, values or ()):
-        tensor.copy_(value)
-    try:
-        yield
-    finally:
-        for tensor, value in zip(tensors, previous):
-            tensor.copy_(value)
 
 
 @normal_tensors()

@@ -137,10 +137,7 @@ def require_same_steps(optimizer: Any, where: str) -> None:
 def _gathered(optimizer: Any, where: str, value: Any) -> dict[int, Any]:
     """Collective. Return each surviving rank's value; raise MismatchError if a rank is at another point of the loop.
 
-    Workers must have trained in the same mode. Workers of asynchronous strategies compare their first batches here.
-
-    Args:
-        where: this rank's point, as text for the message, such as "at an evaluation".
+    Workers must have trained in the same mode; those of asynchronous strategies compare their first batches here.
     """
     strategy: Strategy = optimizer.strategy
     comm, attachment = strategy.comm, optimizer.attachment
@@ -164,11 +161,7 @@ def _gathered(optimizer: Any, where: str, value: Any) -> dict[int, Any]:
 
 
 def _require_one_mode(modes: Mapping[int, Any]) -> None:
-    """Raise MismatchError if ranks took steps in different modes, of the model or of one of its modules.
-
-    Args:
-        modes: by rank, `Attachment.modes` and `Attachment.others`.
-    """
+    """Raise MismatchError unless ranks took steps in the same modes (`Attachment.modes` and `others`, by rank)."""
     first = min(modes, default=0)
     for rank, (taken, others) in modes.items():
         if [taken, others] != modes[first]:
@@ -307,10 +300,7 @@ def _fingerprint(value: Any, n: int) -> tuple[str, Any] | None:
         return None if " at 0x" in entries else ("the checksum", zlib.crc32(entries.encode()))
     rows = torch.as_tensor(value[torch.from_numpy(positions) if isinstance(value, Tensor) else positions])
     if rows.is_floating_point() or rows.is_complex():
-        return "the sum of rows", _ordered_sum(torch.view_as_real(rows) if rows.is_complex() else rows)
+        rows = torch.view_as_real(rows) if rows.is_complex() else rows
+        sums = [row.to(torch.float64).abs().sum().item() for row in rows]
+        return "the sum of rows", sum(weight * total for weight, total in enumerate(sums, start=1))  # by their order
     return "the checksum", zlib.crc32(tensor_bytes(rows).data)
-
-
-def _ordered_sum(rows: Tensor) -> float:
-    """Return a weighted sum that depends on the order of the rows."""
-    return sum(weight * row.to(torch.float64).abs().sum().item() for weight, row in enumerate(rows, start=1))

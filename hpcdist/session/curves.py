@@ -153,7 +153,10 @@ class _Loggers:
         self.ready.set()
         while (item := self._waiting.get()) is not None:
             step, values, staleness = item
-            if staleness is not None and (staleness := [*staleness, *self._servers_staleness()]):
+            if staleness is not None:
+                records = [record for tail in self._tails for record in tail() if isinstance(record, StepRecord)]
+                staleness += [value for record in records for value in record.staleness]  # of servers, since then
+            if staleness:
                 values["train/staleness"] = sum(staleness) / len(staleness)
             for name, logger in list(self._loggers.items()):
                 self._guarded(name, lambda: logger.write(step, values))
@@ -169,13 +172,6 @@ class _Loggers:
             if failed := self._loggers.pop(name, None):
                 with suppress(Exception):
                     failed.close()
-
-    def _servers_staleness(self) -> Iterator[int]:
-        """Yield the staleness of the gradients that servers have recorded since the last call."""
-        for tail in self._tails:
-            for record in tail():
-                if isinstance(record, StepRecord):
-                    yield from record.staleness
 
 
 def _flat(settings: Any, key: str = "") -> Iterator[tuple[str, bool | int | float | str]]:

@@ -81,11 +81,12 @@ class Leaving:
             self._before = {number: signal.signal(number, self._record_signal) for number in self._signals}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-        if self._left is not None and self.comm.rank == self.comm.failures.alive[0]:
+        saved = kind in (None, SystemExit)
+        if self._left is not None and saved and self.comm.rank == self.comm.failures.alive[0]:
             command = shlex.join([*launch_command(os.environ, self.comm.size), "python", *sys.orig_argv[1:]])
             _log.info(f"{self._left}. Resume with:\n  {command}")
 
@@ -142,7 +143,8 @@ class Leaving:
         local = [self._heard_signal(), (now_s - self._since_s) / steps, self._cost_s() + soon_s, self._clock()]
         gathered = comm.failures.retry_on_failure(lambda: comm.gather(local))
         heard, step_s, cost_s, clock_s = zip(*(gathered[rank] for rank in comm.failures.alive))
-        self._plan(max(step_s))
+        limit = GROWTH * self.steps
+        self.steps = self._remaining = max(1, min(int(self.every_s / max(step_s)) if max(step_s) > 0 else limit, limit))
         signals = list(filter(None, heard))
         self.clock_s = clock_s[0]  # the same for all: clocks of ranks may differ
         remaining_s = float("inf") if self.ends_at is None else self.ends_at - self.clock_s
@@ -156,8 +158,3 @@ class Leaving:
     def _heard_signal(self) -> str | None:
         """Return the signal that this rank received, or that `due` announced."""
         return self._announced or (self._heard and f"{self._heard} on rank {self.comm.rank}")
-
-    def _plan(self, step_s: float) -> None:
-        """Set the number of steps to the next exchange, about `every_s` ahead if a step takes `step_s`."""
-        steps = int(self.every_s / step_s) if step_s > 0 else GROWTH * self.steps
-        self.steps = self._remaining = max(1, min(steps, GROWTH * self.steps))

@@ -72,6 +72,7 @@ class Attachment:
     loads: int = 0  # number of calls of `load_state_dict`
     modes: int = 0  # of the steps since the last sync point: bit 1 for training mode, bit 0 for evaluation mode
     others: Sequence[str] = ()  # modules whose mode differed from the model's in the first of these steps
+    sets_weights: bool = False  # the loop calls `set_batch_weight`
     running: bool = False  # a method of the plain optimiser is running
     write: Callable[[StepRecord], None] | None = None  # writes the step's record, where the loop writes a run's files
     compute: Callable[[], object] | None = None  # advances the clock by the time of a step, on virtual ranks
@@ -199,11 +200,11 @@ class _Distributed:
             raise rules.error("a sum is weighted")
         if isinstance(model.module, Pipeline):
             raise rules.error(_MICRO_BATCHES, found="optimizer.set_batch_weight()")
+        peers = self.attachment.peers
+        if contract.weights_batches:
+            self.attachment.sets_weights = True
         if contract.weights_batches and contract.synchronous:
-            peers = self.attachment.peers
-            model.gradients.set_batch_weight(
-                relative_weight(gather_counts(peers, n if model.gradients.counts else 0)[0], peers.rank)
-            )
+            model.gradients.set_batch_weight(n, lambda n: relative_weight(gather_counts(peers, n)[0], peers.rank))
         elif contract.weights_batches:
             model.gradients.set_batch_weight(float(n > 0))
 
@@ -389,7 +390,8 @@ def DistributedOptimizer(
         raise rules.error("is_main() is called before rank 0 becomes a server", cls, worker=worker_ranks[0])
     peers = _split_off(outer, worker_replicas)
     workers = peers if stages == 1 else _split_off(session.comm, worker_ranks)
-    synchronise_batch_norms(flat, cls, peers)
+    weights_batches = config.narrow(cls.contract, outer.size).weights_batches
+    synchronise_batch_norms(flat, cls, peers, weights_batches=weights_batches)
     local_class = type(optimizer)
     local_step = _local_step(optimizer, flat, session.comm.trace)
     vars(optimizer).pop("step", None)  # set by a learning-rate schedule; it would bypass the distributed `step`
@@ -463,11 +465,7 @@ def _split_off(comm: Communicator, ranks: tuple[int, ...]) -> Communicator:
 def _flat(
     optimizer: torch.optim.Optimizer, model: nn.Module, bucket_bytes: int, buffers: Any, others: list[Any]
 ) -> FlatModel:
-    """Move the optimiser's parameters to flat memory; for a model's first optimiser also frozen parameters and buffers.
-
-    Args:
-        others: the optimisers that are distributed already.
-    """
+    """Move the optimiser's parameters to flat memory, for a model's first optimiser also the frozen and buffers."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in model.named_parameters()}
     for other in others:

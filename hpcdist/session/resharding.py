@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,14 +31,6 @@ Combine = Callable[..., Any]  # (replicas' values, number of saved workers, numb
 T = TypeVar("T")
 
 
-class SavedValues(Protocol):
-    """The state of one saved rank, see `hpcdist.checkpoint.SavedRank`."""
-
-    def at(self, *keys: str, default: Any = None) -> Any: ...
-
-    def names(self, *keys: str) -> list[str]: ...
-
-
 class SavedWorld:
     """The states in a checkpoint, by rank.
 
@@ -54,9 +46,8 @@ class SavedWorld:
 
     def of(self, *keys: str) -> SavedState:
         """Return the state of an optimiser, saved under these keys."""
-        return SavedState(
-            [_SavedSubtree(self.rank(r), keys) for r in range(self.replicas * self.stages)], self.stages, self.path
-        )
+        ranks = range(self.replicas * self.stages)
+        return SavedState([self.rank(rank).under(*keys) for rank in ranks], self.stages, self.path)
 
     def is_same(self, session: Session, states: Mapping[str, tuple[Any, tuple[str, ...]]]) -> bool:
         """Collective. Return whether each rank holds now the slices that the same rank saved.
@@ -86,7 +77,7 @@ class SavedWorld:
 
     def _has_same(self, session: Session, optimizer: Any, keys: tuple[str, ...]) -> bool:
         """Return whether this rank's optimiser has the strategy and the slices that this rank saved."""
-        saved, local = _SavedSubtree(self.rank(session.comm.rank), keys), capture(optimizer)
+        saved, local = self.rank(session.comm.rank).under(*keys), capture(optimizer)
         same = saved.at("about", "strategy") == local["about"]["strategy"]
         return same and positions_of(saved.at) == positions_of(local.get)
 
@@ -98,23 +89,10 @@ class SavedWorld:
         return joined
 
 
-class _SavedSubtree:
-    """A saved rank's values under some keys."""
-
-    def __init__(self, rank: SavedValues, keys: tuple[str, ...]):
-        self._rank, self._keys = rank, keys
-
-    def at(self, *keys: str, default: Any = None) -> Any:
-        return self._rank.at(*self._keys, *keys, default=default)
-
-    def names(self, *keys: str) -> list[str]:
-        return self._rank.names(*self._keys, *keys)
-
-
 class SavedState:
     """The state of one optimiser, its model and its strategy, on all saved ranks."""
 
-    def __init__(self, ranks: Sequence[SavedValues], stages: int, path: Path):
+    def __init__(self, ranks: Sequence[checkpoint.SavedRank], stages: int, path: Path):
         self._ranks, self._stages, self.path = ranks, stages, path
         replicas = range(len(ranks) // stages)
         self.workers = [replica for replica in replicas if ranks[replica * stages].at("works", default=True)]
@@ -189,10 +167,9 @@ class SavedState:
     def _slice(
         self, position: SlicePosition, sources: Sequence[Sequence[str]], combine: Combine, ranks: int = 1
     ) -> Slice:
-        """Return a slice that is read on first use. A missing slice is zero if the values are divided among ranks.
+        """Return a slice of the first of the saved kinds `sources` that has it, read on first use.
 
-        Args:
-            sources: saved kinds; the first one that has the tensor is read.
+        A missing slice is zero if the values are divided among ranks.
         """
         chunks = next(filter(None, (self._index(*keys).get(self._main_name(position.name)) for keys in sources)), [])
         if not chunks and combine not in (first, mean_of_ranks):
@@ -223,7 +200,7 @@ class SavedState:
         """Return the name under which a tied tensor is saved."""
         return self._also.get(name, name)
 
-    def _replicas(self) -> Iterator[tuple[int, SavedValues]]:
+    def _replicas(self) -> Iterator[tuple[int, checkpoint.SavedRank]]:
         """Yield each saved rank's values, with the number of its replica."""
         for rank, values in enumerate(self._ranks):
             yield rank // self._stages, values
@@ -258,11 +235,7 @@ class SavedState:
         return {"state": state, "param_groups": named}
 
     def _restore_counters(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Copy numbers that steps change in param_groups, such as counts, from ranks whose optimiser took the steps.
-
-        Args:
-            groups: the first worker's, of all stages in order; changed in place. Servers may have stepped for it.
-        """
+        """Copy numbers that steps change (counts) to the first worker's groups, from ranks that took the steps."""
         start = 0
         for stage in range(self._stages):
             ranks = self._ranks[stage :: self._stages]

@@ -9,11 +9,11 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ from hpcdist.session.curves import Curves, first_alive
 from hpcdist.strategies.base import name_of
 from hpcdist.version import __version__
 
+T = TypeVar("T")
 _log = logging.getLogger("hpcdist")
 ENDING_S = 5.0  # wait for a killed run that still holds the folder's lock
 INTERACTIVE = "interactive"  # instead of a script's path, in notebooks
@@ -157,8 +158,7 @@ class LoopRun:
         self._comm, self._until_the_end = comm, ExitStack()
         self._script = Path(script or getattr(sys.modules["__main__"], "__file__", None) or INTERACTIVE)
         claim = self._claimed_in_job if of_job else self._claimed
-        claimed = comm.gather(comm.raise_on_all_ranks(lambda: str(claim(folder)) if comm.rank == 0 else ""))[0]
-        self.folder = Path(claimed)
+        self.folder = Path(on_rank_0(comm, lambda: str(claim(folder))))
         self._writer: RecordWriter | None = None
         self._sampler: Sampler | None = None
         self._workers: tuple[int, ...] = ()
@@ -204,9 +204,7 @@ class LoopRun:
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            interrupted = issubclass(kind, KeyboardInterrupt)
-            message = "Ctrl-C" if interrupted else f"{kind.__name__}: {error}".partition("\n")[0]
-            self._end("interrupted" if interrupted else "failed", message)
+            self._end(*outcome_of(error))
             previous(kind, error, trace)
 
         sys.excepthook = hook
@@ -379,6 +377,19 @@ class LoopRun:
 
     def _write_summary(self) -> None:
         write_summary(self.folder, summarise(read_records(self.folder), metrics=self._metrics, **(self._summary or {})))
+
+
+def on_rank_0(comm: Communicator, work: Callable[[], T]) -> T:
+    """Collective. Run `work` on rank 0, because other nodes may see a folder later; return its result on all ranks."""
+    result: T = comm.gather(comm.raise_on_all_ranks(lambda: work() if comm.rank == 0 else None))[0]
+    return result
+
+
+def outcome_of(error: BaseException) -> tuple[Outcome, str]:
+    """Return the outcome of a run that an exception ended, and the reason."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "Ctrl-C"
+    return "failed", f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def next_run(run: LoopRun | None, comm: Communicator, folder: Path, log: tuple[str, ...]) -> LoopRun:

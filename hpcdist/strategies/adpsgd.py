@@ -112,7 +112,7 @@ class ADPSGD(Strategy):
                 window.get(fetched, peer)
                 change = fetched.to(local.device)
                 for remote_part, local_part in alongside(change, local):
-                    _half_difference(remote_part, local_part, out=remote_part)
+                    torch.sub(local_part, remote_part, out=remote_part).mul_(0.5)
                 window.accumulate(change, peer)
                 local.sub_(change)
             self._holder.compare_and_swap(token, _FREE, peer)
@@ -157,14 +157,9 @@ class ADPSGD(Strategy):
         super().close()
 
 
-def _half_difference(remote: Tensor, local: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return (local − remote)/2: added to `remote` and subtracted from `local`, it averages both."""
-    return torch.sub(local, remote, out=out).mul_(0.5)
-
-
 def _average(remote: Tensor, local: Tensor) -> None:
     """Set both to their mean."""
-    change = _half_difference(remote, local)
+    change = torch.sub(local, remote).mul_(0.5)
     remote.add_(change)
     local.sub_(change)
 

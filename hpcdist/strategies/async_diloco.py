@@ -21,112 +21,6 @@ from hpcdist.strategies.server.server import Server
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
 
 
-@final
-class AsyncDiLoCo(ServerStrategy):
-    """Run H local steps, push the change δ to the servers, and continue from their parameters; no worker waits.
-
-    A worker reads θ, takes H steps with its inner optimiser, and pushes δ, the θ that it has read minus its parameters.
-    The servers apply pushes in order of arrival. With `rule` = delayed_nesterov a push moves θ immediately, and the
-    outer momentum is updated once in N = `every` pushes: Δ ← Δ + δ; at each N-th push m ← βm + Δ/N,
-    θ ← θ − ν[(1 − cN + c)βm + δ/N], Δ ← 0; at the others θ ← θ − ν[cβm + δ/N]. c = `spread` divides the momentum among
-    the pushes. So stale changes don't add up to a momentum that is too large. Other rules, for comparison: nesterov
-    steps along each δ/√p with momentum, discounted along δ/√p·(1 + staleness)^(−1/2), buffered once along the mean of
-    N.
-
-    With `dynamic` a worker's next period has H·s/max(s) steps, rounded down, at least 1, where s are the workers' steps
-    per second in their last periods: so all workers push about equally often. With `grace_s` the servers wait this long
-    after a first push for others, apply them in rank order, and reply with the same θ. The inner optimiser's state is
-    kept, or reset in each period (`inner_state`).
-
-    Records have the staleness of pushes, once for each gradient: the number of pushes that the server has applied since
-    the worker read θ. Choose ν and N jointly, as a push moves θ by ν/N of its change. A period may extend over the end
-    of an epoch. Samples are divided among workers as with all strategies, so a fast worker's samples are not used more
-    often. A checkpoint has the servers' θ and each worker's. Evaluations use the servers' θ. On one rank only the
-    optimiser runs.
-
-    Bytes per worker and period: one parameter vector in each direction. Memory: on a worker the θ that it has read; on
-    the servers θ, m, Δ, and a slot for each worker.
-
-    Example on 4 ranks:
-        >>> optimizer = hd.DistributedOptimizer(sgd, model, "async_diloco", period=4, outer_lr=0.7)
-
-    Reference: Bo Liu, Rachita Chhaparia, Arthur Douillard, Satyen Kale, Andrei A. Rusu, Jiajun Shen, Arthur Szlam,
-    Marc'Aurelio Ranzato, "Asynchronous local-SGD training for language modeling", 2024.
-    """
-
-    class Config(ServerStrategy.Config):
-        period: int = Field(50, ge=1, description="H: local steps to one push; with dynamic of the fastest worker")
-        outer_lr: float = Field(0.7, gt=0, description="ν: learning rate of the servers")
-        outer_momentum: float = Field(0.9, ge=0, lt=1, description="β: momentum of the servers")
-        rule: Literal["delayed_nesterov", "nesterov", "discounted", "buffered"] = Field(
-            "delayed_nesterov", description="rule by which servers apply pushes"
-        )
-        every: int | None = Field(
-            None, ge=1, description="N: pushes to one step of the momentum; none: the number of workers"
-        )
-        spread: float = Field(0.0, ge=0, description="c: part of the momentum at each push, at most 1/N")
-        dynamic: bool = Field(False, description="fewer local steps on slower workers")
-        grace_s: float = Field(0.0, ge=0, description="seconds that servers wait for more pushes after a first one")
-        inner_state: Literal["keep", "reset"] = Field(
-            "keep", description="keep or reset the local optimiser's state at the end of a period"
-        )
-
-        @model_validator(mode="after")
-        def _rules_fit(self) -> Self:
-            if self.spread and self.rule != "delayed_nesterov":
-                raise ValueError(
-                    f"strategy.spread must be 0 with strategy.rule {self.rule}, whose momentum is not delayed; got "
-                    f"{self.spread}. Leave it out, or take delayed_nesterov."
-                )
-            if self.grace_s and self.servers == "colocated":
-                raise ValueError(
-                    "strategy.grace_s must be 0 where strategy.servers is 'colocated', whose ranks wait for their own "
-                    f"replies; got {self.grace_s}. Leave it out, or give ranks of their own to the servers."
-                )
-            return self
-
-        def optimizer_ranks(self, size: int) -> tuple[int, ...]:
-            return ()  # every worker has a local optimiser, and the servers a momentum
-
-        def narrow(self, contract: Contract, size: int) -> Contract:
-            return replace(super().narrow(contract, size), parameters="kept" if size == 1 else "replaced")
-
-    contract = replace(ServerStrategy.contract, averages="parameters", updates="here", consensus="elsewhere")
-    steps_on_workers = True
-    config: Config
-
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
-        super().__init__(config, comm, model, **kwargs)
-        every = self.pushes_per_momentum
-        if config.spread * every > 1 + 1e-12:
-            raise ConfigError(
-                f"strategy.spread must be at most 1/{every}, that a momentum acts once; got {config.spread}. Take less."
-            )
-        timed = config.dynamic and comm.size > 1
-        self._speeds = self.opened(comm.window(comm.size, torch.float64)) if timed else None
-
-    @property
-    def pushes_per_momentum(self) -> int:
-        """N: pushes to one step of the momentum."""
-        return self.config.every or len(self.roles.workers)
-
-    def make_worker(self) -> _PeriodWorker:
-        return _PeriodWorker(self)
-
-    def make_server(self) -> _DeltaServer:
-        return _DeltaServer(self)
-
-    def speeds(self, local_speed: float) -> list[float]:
-        """Send this worker's speed, in steps per second, to the first server; return all ranks', 0 for failed ones."""
-        all_speeds = torch.zeros(self.comm.size, dtype=torch.float64)
-        if self._speeds is not None:
-            server = self.roles.servers[0]
-            self._speeds.put(torch.tensor([local_speed], dtype=torch.float64), server, self.comm.rank)
-            self._speeds.get(all_speeds, server)
-            all_speeds[list(self.comm.failures.failed())] = 0.0
-        return all_speeds.tolist()
-
-
 class _PeriodWorker(Worker):
     """Take a period of local steps, push their change, and read the servers' parameters."""
 
@@ -163,9 +57,7 @@ class _PeriodWorker(Worker):
             speed = self._timed / self._timed_s if self._timed_s > 0 else 0.0
             fastest = max(self._of.speeds(speed))
             self.steps = max(1, int(config.period * speed / fastest + 1e-6)) if fastest > 0 else config.period
-        waited_for = self.replica.pull().waited_for
-        if self.replica.colocated:  # this server's parameters are separate from its worker's model
-            self.strategy.server.show()
+        waited_for = self.pull().waited_for
         self.done, self.gradients = 0, 0
         copy_all(self._read, self.model.params)
         if config.inner_state == "reset" and self.strategy.optimizer is not None:
@@ -255,3 +147,104 @@ class _DeltaServer(Server):
             x.add_((delta / n).add_(momentum, alpha=share), alpha=-config.outer_lr)
         if ends:
             total.zero_()
+
+
+@final
+class AsyncDiLoCo(ServerStrategy):
+    """Run H local steps, push the change δ to the servers, and continue from their parameters; no worker waits.
+
+    A worker reads θ, takes H steps with its inner optimiser, and pushes δ, the θ that it has read minus its parameters.
+    The servers apply pushes in order of arrival. With `rule` = delayed_nesterov a push moves θ immediately, and the
+    outer momentum is updated once in N = `every` pushes: Δ ← Δ + δ; at each N-th push m ← βm + Δ/N,
+    θ ← θ − ν[(1 − cN + c)βm + δ/N], Δ ← 0; at the others θ ← θ − ν[cβm + δ/N]. c = `spread` divides the momentum among
+    the pushes. So stale changes don't add up to a momentum that is too large. Other rules, for comparison: nesterov
+    steps along each δ/√p with momentum, discounted along δ/√p·(1 + staleness)^(−1/2), buffered once along the mean of
+    N.
+
+    With `dynamic` a worker's next period has H·s/max(s) steps, rounded down, at least 1, where s are the workers' steps
+    per second in their last periods: so all workers push about equally often. With `grace_s` the servers wait this long
+    after a first push for others, apply them in rank order, and reply with the same θ. The inner optimiser's state is
+    kept, or reset in each period (`inner_state`).
+
+    Records have the staleness of pushes, once for each gradient: the number of pushes that the server has applied since
+    the worker read θ. Choose ν and N jointly, as a push moves θ by ν/N of its change. A period may extend over the end
+    of an epoch. Samples are divided among workers as with all strategies, so a fast worker's samples are not used more
+    often. A checkpoint has the servers' θ and each worker's. Evaluations use the servers' θ. On one rank only the
+    optimiser runs.
+
+    Bytes per worker and period: one parameter vector in each direction. Memory: on a worker the θ that it has read; on
+    the servers θ, m, Δ, and a slot for each worker.
+
+    Example on 4 ranks:
+        >>> optimizer = hd.DistributedOptimizer(sgd, model, "async_diloco", period=4, outer_lr=0.7)
+
+    Reference: Bo Liu, Rachita Chhaparia, Arthur Douillard, Satyen Kale, Andrei A. Rusu, Jiajun Shen, Arthur Szlam,
+    Marc'Aurelio Ranzato, "Asynchronous local-SGD training for language modeling", 2024.
+    """
+
+    class Config(ServerStrategy.Config):
+        period: int = Field(50, ge=1, description="H: local steps to one push; with dynamic of the fastest worker")
+        outer_lr: float = Field(0.7, gt=0, description="ν: learning rate of the servers")
+        outer_momentum: float = Field(0.9, ge=0, lt=1, description="β: momentum of the servers")
+        rule: Literal["delayed_nesterov", "nesterov", "discounted", "buffered"] = Field(
+            "delayed_nesterov", description="rule by which servers apply pushes"
+        )
+        every: int | None = Field(
+            None, ge=1, description="N: pushes to one step of the momentum; none: the number of workers"
+        )
+        spread: float = Field(0.0, ge=0, description="c: part of the momentum at each push, at most 1/N")
+        dynamic: bool = Field(False, description="fewer local steps on slower workers")
+        grace_s: float = Field(0.0, ge=0, description="seconds that servers wait for more pushes after a first one")
+        inner_state: Literal["keep", "reset"] = Field(
+            "keep", description="keep or reset the local optimiser's state at the end of a period"
+        )
+
+        @model_validator(mode="after")
+        def _rules_fit(self) -> Self:
+            if self.spread and self.rule != "delayed_nesterov":
+                raise ValueError(
+                    f"strategy.spread must be 0 with strategy.rule {self.rule}, whose momentum is not delayed; got "
+                    f"{self.spread}. Leave it out, or take delayed_nesterov."
+                )
+            if self.grace_s and self.servers == "colocated":
+                raise ValueError(
+                    "strategy.grace_s must be 0 where strategy.servers is 'colocated', whose ranks wait for their own "
+                    f"replies; got {self.grace_s}. Leave it out, or give ranks of their own to the servers."
+                )
+            return self
+
+        def optimizer_ranks(self, size: int) -> tuple[int, ...]:
+            return ()  # every worker has a local optimiser, and the servers a momentum
+
+        def narrow(self, contract: Contract, size: int) -> Contract:
+            return replace(super().narrow(contract, size), parameters="kept" if size == 1 else "replaced")
+
+    contract = replace(ServerStrategy.contract, averages="parameters", updates="here", consensus="elsewhere")
+    worker_type, server_type = _PeriodWorker, _DeltaServer
+    steps_on_workers = True
+    config: Config
+
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
+        super().__init__(config, comm, model, **kwargs)
+        every = self.pushes_per_momentum
+        if config.spread * every > 1 + 1e-12:
+            raise ConfigError(
+                f"strategy.spread must be at most 1/{every}, that a momentum acts once; got {config.spread}. Take less."
+            )
+        timed = config.dynamic and comm.size > 1
+        self._speeds = self.opened(comm.window(comm.size, torch.float64)) if timed else None
+
+    @property
+    def pushes_per_momentum(self) -> int:
+        """N: pushes to one step of the momentum."""
+        return self.config.every or len(self.roles.workers)
+
+    def speeds(self, local_speed: float) -> list[float]:
+        """Send this worker's speed, in steps per second, to the first server; return all ranks', 0 for failed ones."""
+        all_speeds = torch.zeros(self.comm.size, dtype=torch.float64)
+        if self._speeds is not None:
+            server = self.roles.servers[0]
+            self._speeds.put(torch.tensor([local_speed], dtype=torch.float64), server, self.comm.rank)
+            self._speeds.get(all_speeds, server)
+            all_speeds[list(self.comm.failures.failed())] = 0.0
+        return all_speeds.tolist()

@@ -112,8 +112,8 @@ class Strategy(abc.ABC):
             return tuple(range(size))
 
         def needed(self, size: int) -> tuple[int, ...]:
-            """Return the ranks that the run cannot continue without."""
-            return tuple(range(size))
+            """Return the ranks that the others can't continue without, where a contract says that others continue."""
+            return ()
 
         def optimizer_ranks(self, size: int) -> tuple[int, ...]:
             """Return the ranks that share one optimiser's state; empty where each rank has a complete optimiser."""
@@ -195,14 +195,18 @@ class Strategy(abc.ABC):
         )
         self._compared = updates_here and comm.size > 1  # by `_compares`; others send hyper-parameters with gradients
         self._synchronizations = 0  # number of steps in which the ranks communicated
-        model.gradients.weights_batches = self.contract.weights_batches
+        fingerprint: Callable[[Tensor], object] | None = None
         if comm.size > 1 and not self.contract.uses_changed_gradients:  # the loop's changes would be lost: find any
-            model.gradients.fingerprint = _sum
+            fingerprint = _sum
         elif comm.size > 1 and self.contract.replicates:  # a change on all ranks is fine: a sample of values will do
-            model.gradients.fingerprint = some_values
+            fingerprint = some_values
         self.adds_up = loss == "sum"
-        if self.adds_up:  # a mean of p times the gradients is their sum; servers don't divide
-            model.gradients.set_equal_weight(comm.size if self.contract.updates == "here" else 1.0)
+        factor = comm.size if self.contract.updates == "here" else 1.0  # a mean of p times the gradients is their sum
+        equal_weight = factor if self.adds_up else None  # servers don't divide
+        model.gradients.configure(
+            weights_batches=self.contract.weights_batches, equal_weight=equal_weight, fingerprint=fingerprint,
+            alone=comm.size == 1 and stages is None,
+        )  # fmt: skip
         if not self.contract.reads_gradients:
             model.keep_gradients(None)
         broadcast_model(comm, model)
@@ -249,7 +253,9 @@ class Strategy(abc.ABC):
             RankFailedError: the run cannot continue without a rank that failed, see `Config.needed`.
         """
         self.comm.failures.shrink()
-        for rank in set(self.config.needed(self.comm.size)) & set(self.comm.failures.lost):
+        everyone, size = self.contract.deaths == "end all", self.comm.size
+        needed = range(size) if everyone else self.config.needed(size)
+        for rank in set(needed) & set(self.comm.failures.lost):
             raise RankFailedError(
                 f"rank {rank} has died, and the others can't continue without it. Resume from the last checkpoint."
             )

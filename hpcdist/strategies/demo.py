@@ -108,7 +108,7 @@ def transform(blocks: Tensor, *, back: bool = False) -> Tensor:
     Args:
         blocks: shape (down, height, across, width); half precision is transformed in float32.
     """
-    wide = blocks.to(torch.float64 if blocks.dtype == torch.float64 else torch.float32)
+    wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     down, along = (cosines(blocks.shape[axis], wide.dtype, wide.device) for axis in (1, 3))
     if back:
         down, along = down.T, along.T

@@ -103,11 +103,11 @@ class Dion(OwnStep):
         `sums` are B = M + G, in the memory of M but for half precision; `factors`,
         `left` and `right` are Q, P and R, transposed.
         """
-        wide = [torch.float64 if item.parameter.dtype == torch.float64 else torch.float32 for item in matrices]
-        sums = [
-            item.views[1].to(dtype).add_(item.views[0]).view(len(item.parameter), -1)
-            for item, dtype in zip(matrices, wide, strict=True)
-        ]
+        sums = []
+        for item in matrices:
+            gradient, momentum = item.views
+            wide = momentum.to(torch.promote_types(momentum.dtype, torch.float32))
+            sums.append(wide.add_(gradient).view(len(item.parameter), -1))
         factors = [self._basis_of(item, total) for item, total in zip(matrices, sums, strict=True)]
         left = [q @ total.T for q, total in zip(factors, sums, strict=True)]  # transposed: r rows
         self._average(left)

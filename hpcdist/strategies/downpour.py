@@ -64,6 +64,100 @@ class ShardAdagrad:
         return rate / self._first_rate if self._first_rate else float(rate > 0)  # none is known: on or off
 
 
+class _Worker(Worker):
+    """Take local steps, and push the sum of their gradients every `n_push` steps."""
+
+    def __init__(self, strategy: Downpour):
+        super().__init__(strategy)
+        self._sum = strategy.state.sharded("sum", self.model.grads)
+        self._used = strategy.state.flags("used", torch.zeros(len(self.model.slots), dtype=torch.bool), False)
+        self._config = strategy.config
+        first = self.strategy.comm.rank == self.strategy.roles.workers[0]
+        self._starts_late = self._config.warm_start > 0 and not first
+
+    def step(self, update: Update) -> Outcome:
+        strategy, config = self.strategy, self._config
+        if self._starts_late and strategy.steps == 0:
+            return self._start_late()
+        used, skipped = self.model.gradients.collect(), strategy.gradients.skipped()
+        if not skipped:
+            strategy.gradients.clip()
+            for total, grad in zip(self._sum, self.model.grads, strict=True):
+                total.add_(grad)
+            self._used |= used
+        fetches = (strategy.steps + 1) % config.n_fetch == 0
+        pushes = (strategy.steps + 1) % config.n_push == 0 and bool(self._used.any())
+        if pushes:
+            self._request(GRADIENT if fetches else PUSH, tensors=self._sum, used=self._used, weight=1.0)
+            zero_all((*self._sum, self._used))  # a new sum
+        elif fetches:
+            self._request(FETCH)
+        if not skipped:
+            self.model.gradients.release(used)
+            update()
+        if fetches:
+            self.pull()
+        return Outcome(self.replica.clock, event=skipped)
+
+    def finish(self) -> None:
+        self.client.wait()  # for the reply to a push: the pause needs its slot
+
+    def _start_late(self) -> Outcome:
+        """Drop the first gradient, and start from the parameters after the warm start."""
+        self.strategy.gradients.nonfinite()  # for its checksum, and because it is collective over stages
+        self._request(FETCH)
+        self.pull()
+        return Outcome(self.replica.clock, event="dropped: the gradient of before the warm start", dropped=1)
+
+    def _request(self, kind: int, **whole: Any) -> None:
+        """Push a request, once the last request has its reply."""
+        self.client.wait()
+        self.client.push(kind, **self.stamps(), **whole)
+
+
+class _Server(Server):
+    """Apply pushes one at a time, and reply to fetches with the current parameters."""
+
+    def __init__(self, strategy: Downpour):
+        super().__init__(strategy)
+        config = strategy.config
+        self._warm_start, self._leader = config.warm_start, strategy.roles.workers[0]
+        self._rule: ShardAdagrad | Aggregate  # the latter for the job's optimiser
+        if config.server_rule == "optimizer":
+            self._rule = Aggregate(self.model, self.replica.shard, apart=False)
+        else:
+            self._rule = ShardAdagrad(strategy, config.rate)
+
+    def master(self) -> Sequence[Tensor]:
+        return self._rule.params if isinstance(self._rule, ShardAdagrad) else super().master()
+
+    def apply_due(self) -> None:
+        """Handle waiting requests; requests of other workers than the first after the warm start."""
+
+        def due() -> ServerRequest | None:
+            all_go = self.replica.clock >= self._warm_start or self._leader not in self.active()
+            return next((r for r in self.waiting if all_go or r.source == self._leader), None)
+
+        while (request := due()) is not None:
+            self.waiting.remove(request)
+            if request.kind != FETCH:
+                self._apply(request)
+            parameters = () if request.kind == PUSH else self.master()
+            rounded = [new.to(param.dtype) for new, param in zip(parameters, self.model.params)]
+            self.inbox.reply(Reply(request, self.replica.clock, rounded))
+
+    def _apply(self, request: ServerRequest) -> None:
+        """Update the shard with a push."""
+        staleness, values = self.replica.clock - request.clocks[0], request.values.tolist()
+        if isinstance(self._rule, ShardAdagrad):
+            self._rule.step(request.tensors, values)
+        else:
+            self.strategy.hyperparameters.set(values)
+            self._rule.add(request)
+            self._rule.apply(self.strategy.hyperparameters.track_counters(self.update), 1.0)
+        self.count_update([staleness])
+
+
 @final
 class Downpour(ServerStrategy):
     """Step locally, push the sum of the gradients every `n_push` steps, and fetch parameters every `n_fetch`.
@@ -121,111 +215,6 @@ class Downpour(ServerStrategy):
             contract = replace(super().narrow(contract, size), parameters="kept" if size == 1 else "replaced")
             return contract if self.server_rule == "optimizer" else replace(contract, consensus="elsewhere")
 
+    worker_type, server_type = _Worker, _Server
     steps_on_workers = True  # with Adagrad on the servers
     config: Config
-
-    def make_worker(self) -> _Worker:
-        return _Worker(self)
-
-    def make_server(self) -> _Server:
-        return _Server(self)
-
-
-class _Worker(Worker):
-    """Take local steps, and push the sum of their gradients every `n_push` steps."""
-
-    def __init__(self, strategy: Downpour):
-        super().__init__(strategy)
-        self._sum = strategy.state.sharded("sum", self.model.grads)
-        self._used = strategy.state.flags("used", torch.zeros(len(self.model.slots), dtype=torch.bool), False)
-        self._config = strategy.config
-        first = self.strategy.comm.rank == self.strategy.roles.workers[0]
-        self._starts_late = self._config.warm_start > 0 and not first
-
-    def step(self, update: Update) -> Outcome:
-        strategy, config = self.strategy, self._config
-        if self._starts_late and strategy.steps == 0:
-            return self._start_late()
-        used, skipped = self.model.gradients.collect(), strategy.gradients.skipped()
-        if not skipped:
-            strategy.gradients.clip()
-            for total, grad in zip(self._sum, self.model.grads, strict=True):
-                total.add_(grad)
-            self._used |= used
-        fetches = (strategy.steps + 1) % config.n_fetch == 0
-        pushes = (strategy.steps + 1) % config.n_push == 0 and bool(self._used.any())
-        if pushes:
-            self._request(GRADIENT if fetches else PUSH, tensors=self._sum, used=self._used, weight=1.0)
-            zero_all((*self._sum, self._used))  # a new sum
-        elif fetches:
-            self._request(FETCH)
-        if not skipped:
-            self.model.gradients.release(used)
-            update()
-        if fetches:
-            self._take()
-        return Outcome(self.replica.clock, event=skipped)
-
-    def finish(self) -> None:
-        self.client.wait()  # for the reply to a push: the pause needs its slot
-
-    def _start_late(self) -> Outcome:
-        """Drop the first gradient, and start from the parameters after the warm start."""
-        self.strategy.gradients.nonfinite()  # for its checksum, and because it is collective over stages
-        self._request(FETCH)
-        self._take()
-        return Outcome(self.replica.clock, event="dropped: the gradient of before the warm start", dropped=1)
-
-    def _request(self, kind: int, **whole: Any) -> None:
-        """Push a request, once the last request has its reply."""
-        self.client.wait()
-        self.client.push(kind, **self.stamps(), **whole)
-
-    def _take(self) -> None:
-        """Replace the parameters by the reply's."""
-        self.replica.pull()
-        if self.replica.colocated:  # this server's parameters are separate from its worker's model
-            self.strategy.server.show()
-
-
-class _Server(Server):
-    """Apply pushes one at a time, and reply to fetches with the current parameters."""
-
-    def __init__(self, strategy: Downpour):
-        super().__init__(strategy)
-        config = strategy.config
-        self._warm_start, self._leader = config.warm_start, strategy.roles.workers[0]
-        self._rule: ShardAdagrad | Aggregate  # the latter for the job's optimiser
-        if config.server_rule == "optimizer":
-            self._rule = Aggregate(self.model, self.replica.shard, apart=False)
-        else:
-            self._rule = ShardAdagrad(strategy, config.rate)
-
-    def master(self) -> Sequence[Tensor]:
-        return self._rule.params if isinstance(self._rule, ShardAdagrad) else super().master()
-
-    def apply_due(self) -> None:
-        """Handle waiting requests; requests of other workers than the first after the warm start."""
-
-        def due() -> ServerRequest | None:
-            all_go = self.replica.clock >= self._warm_start or self._leader not in self.active()
-            return next((r for r in self.waiting if all_go or r.source == self._leader), None)
-
-        while (request := due()) is not None:
-            self.waiting.remove(request)
-            if request.kind != FETCH:
-                self._apply(request)
-            parameters = () if request.kind == PUSH else self.master()
-            rounded = [new.to(param.dtype) for new, param in zip(parameters, self.model.params)]
-            self.inbox.reply(Reply(request, self.replica.clock, rounded))
-
-    def _apply(self, request: ServerRequest) -> None:
-        """Update the shard with a push."""
-        staleness, values = self.replica.clock - request.clocks[0], request.values.tolist()
-        if isinstance(self._rule, ShardAdagrad):
-            self._rule.step(request.tensors, values)
-        else:
-            self.strategy.hyperparameters.set(values)
-            self._rule.add(request)
-            self._rule.apply(self.strategy.hyperparameters.track_counters(self.update), 1.0)
-        self.count_update([staleness])

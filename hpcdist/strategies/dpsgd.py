@@ -223,4 +223,4 @@ class CompressedMixing:
 
 def _on_host(flat: Tensor) -> Tensor:
     """Copy a flat tensor to the host, as float32 or float64."""
-    return flat.detach().to("cpu", torch.float64 if flat.dtype == torch.float64 else torch.float32, copy=True)
+    return flat.detach().to("cpu", torch.promote_types(flat.dtype, torch.float32), copy=True)

@@ -59,6 +59,4 @@ class EAMSGD(ElasticStrategy):
         momentum: float = Field(0.9, ge=0, lt=1, description="δ, Nesterov momentum of each worker; the paper has 0.99")
 
     config: Config
-
-    def make_worker(self) -> NesterovWorker:
-        return NesterovWorker(self)
+    worker_type = NesterovWorker

@@ -172,8 +172,7 @@ class StreamingDiLoCo(Periodic):
             self.state.scratch([*reduction.working, *(feedback.residual for feedback in reduction.feedbacks)])
 
         def residuals() -> list[Tensor]:
-            dtypes = [torch.float64 if x.dtype == torch.float64 else torch.float32 for x in self.common]
-            flats = [torch.zeros(len(x), dtype=dtype) for x, dtype in zip(self.common, dtypes, strict=True)]
+            flats = [torch.zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32)) for x in self.common]
             for fragment, reduction in zip(self.fragments, of_fragments, strict=True):
                 fragment.put([feedback.residual for feedback in reduction.feedbacks], flats)
             return flats

@@ -21,7 +21,7 @@ from hpcdist.errors import RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.state import copy_all
-from hpcdist.strategies.decentralised.peers import Peers, PeersConfig
+from hpcdist.strategies.decentralised.peers import Peers
 from hpcdist.topology import Topology, load, make_topology
 
 _CODED, _WHOLE, _END = 1, 2, 3  # tags; the last message of a period is empty
@@ -79,7 +79,7 @@ class Strom(Strategy):
     Reference: Nikko Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015.
     """
 
-    class Config(PeersConfig):
+    class Config(Strategy.Config):
         compression: Updates = Field(Updates(), description="how updates are compressed")
         topology: Named = Field(Named(name="complete"), description="graph of messages, see `hpcdist topology`")
         add_up: bool = Field(False, description="add the updates of all ranks; false averages them")

@@ -300,7 +300,13 @@ def overview(algorithms: Mapping[str, Any]) -> None:
 
 
 def algorithm(
-    name: str, cls: Any, options: Sequence[Option] = (), examples: Sequence[str] = (), footer: str = ""
+    name: str,
+    cls: Any,
+    options: Sequence[Option] = (),
+    examples: Sequence[str] = (),
+    *,
+    more: str = "",
+    set_by: str = "--set KEY=VALUE",
 ) -> None:
     """Print an algorithm's docstring, options, reference and example commands."""
     head, _, reference = (inspect.getdoc(cls) or "").partition("Reference:")
@@ -308,10 +314,10 @@ def algorithm(
     for paragraph in head.strip().split("\n\n"):
         if not re.match(r"\w+:\n", paragraph):  # Args, Raises...
             _print_text(paragraph)
-    if footer:
-        _print_text(footer)
+    if more:
+        _print_text(more)
     if options:
-        print("\n    Options, each set by --set KEY=VALUE:")
+        print(f"\n    Options, each set by {set_by}:")
     for option in options:
         described = (option.type, option.rule, f"default {option.default}" if option.default else "required")
         _print_text(f"{option.key} ({', '.join(filter(None, described))}): {option.description}", hanging=8)

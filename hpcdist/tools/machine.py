@@ -7,19 +7,15 @@ from collections.abc import Sequence
 from hpcdist.tools.doctor.base import SLACK, counted, listed
 
 
-def cores_of_ranks(masks: Sequence[Sequence[int]]) -> str:
-    """Format the cores that the ranks of one host may use, from each rank's list."""
-    texts = [counted(mask) for mask in masks]
-    if len(set(texts)) == 1:
-        return f"{'each rank' if len(texts) > 1 else 'the rank'} may use cores {texts[0]}"
-    return f"cores of its ranks {' | '.join(texts)}"
-
-
 def describe_cores(cores_by_rank: Sequence[tuple[str, list[int]]]) -> list[str]:
     """Format the cores of all ranks, with identical hosts on one line, from (host, cores) of each rank."""
     hosts_of: dict[str, list[str]] = {}
     for host in dict.fromkeys(host for host, _ in cores_by_rank):
-        hosts_of.setdefault(cores_of_ranks([cores for name, cores in cores_by_rank if name == host]), []).append(host)
+        masks = [counted(cores) for name, cores in cores_by_rank if name == host]
+        who = "each rank" if len(masks) > 1 else "the rank"
+        same = len(set(masks)) == 1
+        text = f"{who} may use cores {masks[0]}" if same else f"cores of its ranks {' | '.join(masks)}"
+        hosts_of.setdefault(text, []).append(host)
     return [f"{listed(names)}: {text}" for text, names in hosts_of.items()]
 
 

@@ -31,7 +31,8 @@ BLOCK = re.compile(
     rb"|\n?={60,}\n=   BAD TERMINATION OF [^\0]*?\n={60,}\n"
     rb"|YOUR APPLICATION TERMINATED WITH THE EXIT STRING.*\nThis typically .*\nPlease see the FAQ .*\n"
 )
-UNFINISHED = re.compile(rb"^(\n?[-=]{3,}(\n((prterun |=   BAD )[^\0]*)?)?|YOUR APPLICATION TERM[^\0]*)\Z", re.MULTILINE)
+# Hydra writes a rule in two pieces, of 50 characters and more.
+UNFINISHED = re.compile(rb"^(\n?[-=]{40,}(\n((prterun |=   BAD )[^\0]*)?)?|YOUR APPLICATION [^\0]*)\Z", re.MULTILINE)
 AS_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")  # for Open MPI
 HYDRA = "HYDRA|Intel"  # of MPICH and Intel MPI, in the output of `mpirun --version`
 # Options by that output: hosts, and the rank before each line of output.
@@ -51,6 +52,7 @@ def start_script(
     threads: int | None = None,
     label: bool = False,
     launcher: str | None = None,
+    argv: Sequence[str] = (),
 ) -> int:
     """Run a script on ranks with a launcher, and return its exit status; signals and input are passed on.
 
@@ -61,6 +63,7 @@ def start_script(
         threads: per rank; None: OMP_NUM_THREADS, or an equal share of a host's cores.
         label: print the rank before each line of output.
         launcher: command chosen by the user, see `find_launcher`.
+        argv: the command line, for the command that the ranks print to resume a run.
 
     Raises:
         ConfigError: script or launcher not found, or an option that this launcher lacks.
@@ -74,6 +77,7 @@ def start_script(
         threads = int(user_threads) if user_threads.isdigit() else max(1, cores // -(-ranks // nodes))
     crowded = nodes == 1 and ranks > cores
     environment = ranks_environment(unlaunched(variables), threads, crowded=crowded, bound=False)  # hd.init() binds
+    environment["HPCDIST_LAUNCH"] = shlex.join(["hpcdist", *argv[1 : len(argv) - len(script)]])
     command += [str(ranks), *_program(script, variables.get("PATH", ""))]
     return _run(command, environment, filters_stdout=re.search(HYDRA, version) is not None)
 
@@ -95,6 +99,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str], filters_stdout:
     interrupts = count()
 
     def pass_on(number: int, _frame: object) -> None:
+        if child.poll() is not None:
+            return
         if number == signal.SIGINT and next(interrupts) == 0 and _ranks_listen(child.pid):
             number = signal.SIGUSR1
             os.write(2, ASKED)
@@ -161,8 +167,8 @@ def _print_output(child: Popen[bytes]) -> None:
             explained = explained or any(map(EXPLAINED.search, unprinted.values()))
             for target, output in unprinted.items():
                 output = without_block(output, True) if explained else output
-                unfinished = None if is_last else UNFINISHED.search(output)
-                end = unfinished.start() if unfinished else len(output)
+                held = None if is_last else BLOCK.search(output) or UNFINISHED.search(output)  # may be explained later
+                end = held.start() if held else len(output)
                 unprinted[target], output = output[end:], output[:end]
                 while output:
                     output = output[os.write(target, output) :]

@@ -69,11 +69,7 @@ def compressed(state: CompressionState, bucket: GradBucket) -> Future[Tensor]:
 
     For `model.register_comm_hook(CompressionState("topk"), compressed)`.
     """
-    return state.start(bucket).get_future().then(_first)
-
-
-def _first(done: Future[list[Tensor]]) -> Tensor:
-    return done.value()[0]
+    return state.start(bucket).get_future().then(lambda done: done.value()[0])
 
 
 def _spans(bucket: GradBucket) -> list[Span]:

@@ -9,9 +9,9 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.data.loader import Loader
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
+from hpcdist.session.misfit import named_misfits
 from hpcdist.strategies import Strategy
 from hpcdist.train.job import Job, JobData
-from hpcdist.train.misfit import named_misfits
 
 BATCH = 1024  # samples in a batch of an evaluation
 ETA = 3  # of IterateAverage: with 3 the second half of the steps has 15/16 of the weight; more with larger values

@@ -189,11 +189,7 @@ def check_path(job: Job, config: JobConfig) -> None:
 
 
 def _write_by(write: Callable[[Path], object], path: Path) -> None:
-    """Let a job's function write its data.
-
-    Raises:
-        ConfigError: it does not take a path, or has written no file there.
-    """
+    """Let a job's function write its data; raise ConfigError if it takes no path, or writes no file there."""
     try:
         inspect.signature(write).bind(path)
     except TypeError as error:

@@ -25,7 +25,6 @@ from hpcdist.session.loader.period import WeightedBatch, joint_batch, period
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.train import resume
-from hpcdist.train.early_stopping import EarlyStopping
 from hpcdist.train.evaluate import IterateAverage, evaluate
 from hpcdist.train.job import Job, describe_data, open_data, split_samples
 from hpcdist.train.log import Progress, RunLog
@@ -33,8 +32,7 @@ from hpcdist.train.numerics import Precision, count_skipped, require_finite
 from hpcdist.train.planning import with_measured_cut
 from hpcdist.train.replica import StagedReplica, WholeReplica
 from hpcdist.train.resume import Position
-from hpcdist.train.saving import Saving
-from hpcdist.train.stop_conditions import StopConditions
+from hpcdist.train.stop_conditions import EarlyStopping, Saving, StopConditions
 
 T = TypeVar("T")
 SAVED_BYTES_S = 100e6  # assumed for the first checkpoint: a slow shared file system
@@ -295,25 +293,22 @@ class Trainer:
         """Take `count` steps of this epoch, starting with step `first`. Servers process messages until the end."""
         steps = range(first, first + count)
         portions = self.strategy.contract.batch == "portions"
-        weighted = self._joint_batches(steps) if portions else self._weighted_batches(batches, steps)
         take = self._step_in_portions if portions else self._step
-        for step, (x, y) in enumerate(period([self.optimizer], weighted), first):
-            take(x, y)
+        for step, batch in enumerate(period([self.optimizer], self._weighted(batches, steps, portions)), first):
+            take(*batch)
             if (step + 1) % self.config.log_every == 0:
                 self.log.report(self.loader.plan.position(step + 1))
 
-    def _weighted_batches(self, batches: Iterator[Batch], steps: Iterable[int]) -> Iterator[WeightedBatch]:
-        """Yield this worker's batches of these steps."""
+    def _weighted(self, batches: Iterator[Batch], steps: Iterable[int], portions: bool) -> Iterator[WeightedBatch]:
+        """Yield this worker's batches of these steps; or all workers' samples, of which each may read any portion."""
         plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
         for step in steps:
-            yield WeightedBatch(next(batches), plan.weight(step, worker), ends_epoch=step == plan.steps - 1)
-
-    def _joint_batches(self, steps: Iterable[int]) -> Iterator[WeightedBatch]:
-        """Yield the joint batches of all workers, as indices: each worker may read any portion."""
-        plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
-        for step in steps:
-            indices, self.strategy.joint = joint_batch(plan, step, worker, self.strategy.config)
-            yield WeightedBatch((indices, self.strategy.joint), ends_epoch=step == plan.steps - 1)
+            if portions:
+                batch: Any = joint_batch(plan, step, worker, self.strategy.config)  # indices and their description
+                self.strategy.joint, weight = batch[1], 1.0
+            else:
+                batch, weight = next(batches), plan.weight(step, worker)
+            yield WeightedBatch(batch, weight, ends_epoch=step == plan.steps - 1)
 
     def _step_in_portions(self, indices: np.ndarray, joint: JointBatch) -> None:
         """Take a step in which the optimiser evaluates portions of a joint batch."""

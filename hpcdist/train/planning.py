@@ -14,9 +14,9 @@ from hpcdist.config.job import JobConfig
 from hpcdist.parallel.cost import LayerCost, measure
 from hpcdist.parallel.grid import checked_stages
 from hpcdist.parallel.plan import measured_cut
+from hpcdist.session.misfit import named_misfits
 from hpcdist.session.optimizer import release
 from hpcdist.train.job import Job, first_batch
-from hpcdist.train.misfit import named_misfits
 
 REPEATS = 15  # passes to measure a layer
 MAX_RANKS = 256  # virtual ranks in a rehearsal: they are threads

@@ -20,8 +20,8 @@ from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord, digest
 from hpcdist.records.digest import tensor_bytes
+from hpcdist.session.misfit import named_misfits, require_labels
 from hpcdist.train.job import Job, JobData
-from hpcdist.train.misfit import named_misfits, require_labels
 from hpcdist.train.numerics import Precision
 
 CHUNK = 1 << 20  # elements of a message

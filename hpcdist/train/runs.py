@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from hpcdist import checkpoint, strategies
 from hpcdist.checkpoint.folder import clean
@@ -30,17 +30,15 @@ from hpcdist.records import Outcome, Summary, end_run, locked, making, merged_ti
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
 from hpcdist.session import loggers
-from hpcdist.session.run import describe_start
+from hpcdist.session.run import ENDING_S, describe_start, on_rank_0, outcome_of
 from hpcdist.session.world import require_same_files
-from hpcdist.train.changes import all_settings, changes_since
-from hpcdist.train.early_stopping import EarlyStopping
 from hpcdist.train.interruption import Interruption
 from hpcdist.train.job import Job, load_job
 from hpcdist.train.log import Progress
 from hpcdist.train.loop import Trainer
-from hpcdist.train.resume import saved_cut
+from hpcdist.train.resume import all_settings, changes_since, saved_cut
+from hpcdist.train.stop_conditions import EarlyStopping
 
-ENDING_S = 5.0  # wait for a killed run that still holds the folder's lock
 NUMBERS = ".numbers"  # in the folder of runs: a file named as the last run of each job, strategy and number of ranks
 _logger = logging.getLogger(__name__)
 
@@ -90,12 +88,12 @@ def train(
         until_the_end.enter_context(neighbours(job_path))  # the job's functions may import them later
         job, config = comm.raise_on_all_ranks(lambda: specify(job_path, toml_path, overrides))
         require_same_files(comm)
-        folder = cast(
-            Path, _on_rank_0(comm, lambda: _open_folder(job_path, config, comm.size, output, resume, until_the_end))
+        folder = Path(
+            on_rank_0(comm, lambda: str(_open_folder(job_path, config, comm.size, output, resume, until_the_end)))
         )
         if timeline:
-            path = _on_rank_0(comm, lambda: unused(folder / merged_timeline.FILE_NAME))
-            comm = start_timeline(comm, cast(Path, path))
+            path = on_rank_0(comm, lambda: str(unused(folder / merged_timeline.FILE_NAME)))
+            comm = start_timeline(comm, Path(path))
         report = None if show is None else lambda progress: show(config.strategy.name, progress)
         if resume and config.parallel.measures:
             config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
@@ -115,7 +113,7 @@ def train(
             summary = trainer.run(newest and newest[0])
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             with suppress(OSError):
-                _end(comm, folder, *_outcome(error))
+                _end(comm, folder, *outcome_of(error))
                 if comm.trace.timeline is not None:
                     comm.trace.timeline.close()
             raise
@@ -137,20 +135,6 @@ def _not_exiting(job_path: Path) -> AbstractContextManager[None]:
 def _end(comm: Communicator, folder: Path, outcome: Outcome, reason: str | None) -> None:
     if comm.rank == comm.failures.alive[0]:
         end_run(folder, outcome, reason)
-
-
-def _outcome(error: BaseException) -> tuple[Outcome, str]:
-    """Return the outcome of a run that an exception ended, and the reason."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", "Ctrl-C"
-    return "failed", f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _on_rank_0(comm: Communicator, work: Callable[[], Path | None]) -> Path | None:
-    """Collective. Run `work` on rank 0, because other nodes may see a shared folder later; return its path on all."""
-    path = comm.raise_on_all_ranks(lambda: work() if comm.rank == 0 else None)
-    text = comm.gather(str(path or ""))[0]
-    return Path(text) if text else None
 
 
 def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) -> tuple[Job, JobConfig]:
@@ -264,7 +248,7 @@ def _remove_unused(folder: Path) -> None:
 
 def _with_saved_cut(comm: Communicator, config: JobConfig, checkpoints: Path) -> JobConfig:
     """Collective. Return the settings with the cut of the newest checkpoint, if it has the same number of stages."""
-    sizes = comm.gather(comm.raise_on_all_ranks(lambda: saved_cut(checkpoints) if comm.rank == 0 else None))[0]
+    sizes = on_rank_0(comm, lambda: saved_cut(checkpoints))
     stages = config.parallel.stages * config.parallel.chunks
     return config.with_cut(tuple(sizes)) if sizes and len(sizes) == stages else config
 

@@ -1,10 +1,15 @@
-"""The conditions that end a run, and the steps at which it is evaluated inside an epoch."""
+"""When a run is evaluated, saves a checkpoint and ends: by steps, samples, time, or evaluations without progress."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config.job import JobConfig
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.session.leaving import Leaving
+from hpcdist.train.job import Job
 from hpcdist.train.resume import Position
 
 GROWTH = 4  # the number of steps between two checks of the clock grows at most by this factor
@@ -113,3 +118,100 @@ def planned_samples(config: JobConfig, n_samples: int) -> int | None:
     """Return the number of samples of a whole run, limited by epochs and budget; None without a limit."""
     limits = [None if config.epochs is None else config.epochs * n_samples, config.budget.samples]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+class EarlyStopping:
+    """Sorts a run's evaluations by `stop.metric`, and stops the run if they don't improve; the same on all ranks.
+
+    Attributes:
+        metric: its name.
+        improved: the newest evaluation is the best so far.
+
+    Raises:
+        UnknownNameError: the job has no such metric.
+    """
+
+    def __init__(self, job: Job, config: JobConfig):
+        known = [*job.metrics, "loss"]
+        self.metric = known[0] if config.stop.metric is None else config.stop.metric
+        if self.metric not in known:
+            raise UnknownNameError("stop.metric", self.metric, known)
+        self._sign = 1 if self.metric in job.metrics and job.metrics[self.metric].higher_is_better else -1
+        self._patience = config.stop.patience
+        self._evaluations: list[tuple[int, float]] = []  # step and value
+        self.improved = False
+
+    def add(self, evaluations: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+        """Add evaluations (step, metrics); a step that is known already is ignored."""
+        for step, metrics in evaluations:
+            if not self._evaluations or step > self._evaluations[-1][0]:
+                self._evaluations.append((step, metrics.get(self.metric, math.nan)))
+                self.improved = self.steps[:1] == [step]
+
+    @property
+    def steps(self) -> list[int]:
+        """Return the steps of the evaluations, the best first, without those that are not finite."""
+        finite = [(step, value) for step, value in self._evaluations if math.isfinite(value)]
+        return [step for step, value in sorted(finite, key=lambda pair: -self._sign * pair[1])]
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Return step and value of the best evaluation, the earliest of equal ones; None without any."""
+        return None if not self.steps else (self.steps[0], dict(self._evaluations)[self.steps[0]])
+
+    @property
+    def reason(self) -> str | None:
+        """Return why the run stops: `stop.patience` evaluations without improvement; else None."""
+        return str(self) if self._patience is not None and self._waited >= self._patience else None
+
+    @property
+    def _waited(self) -> int:
+        """Return the number of evaluations since the best one; all, if none is finite."""
+        best = self.best
+        return sum(best is None or step > best[0] for step, _ in self._evaluations)
+
+    def __str__(self) -> str:
+        waited = f"{self._waited} evaluation{'s' * (self._waited > 1)}"
+        if self.best is None:
+            return f"{self.metric} not finite for {waited}"
+        step, value = self.best
+        return f"{self.metric} no better for {waited}; best {value:.4g} at step {step}"
+
+
+class Saving:
+    """Decides when a checkpoint is due, at the same step on all ranks, without a message.
+
+    It is due every `every_steps` steps, every `every_s` seconds, at the end of an epoch or a run that took so long, and
+    after the best evaluation so far (with `best`, if the run is as old, or early stopping may end it). Time is
+    measured at the ranks' last sync point, the same on all; without sync points, as on virtual ranks, only steps count.
+
+    Args:
+        leaving: has the sync points at which ranks decide whether they leave; None without any.
+    """
+
+    def __init__(self, config: JobConfig, leaving: Leaving | None):
+        self._config, self._waits, self._leaving = config.checkpoint, config.stop.patience is not None, leaving
+        self._since: dict[str, float] = {}  # the run's start, the epoch's and the last checkpoint
+
+    def is_due(self, step: int, *, epoch_ends: bool, run_ends: bool, improved: bool) -> bool:
+        """Return whether to save after this step; `improved`: its evaluation is the best so far."""
+        config, elapsed = self._config, self._elapsed()
+        is_due = (config.every_steps > 0 and step % config.every_steps == 0) or (
+            "checkpoint" in elapsed
+            or (epoch_ends and "epoch" in elapsed)
+            or (run_ends and "run" in elapsed)
+            or (improved and config.best and (self._waits or "run" in elapsed))
+        )
+        if self._leaving is not None and self._leaving.clock_s is not None:
+            self._since |= {"checkpoint": self._leaving.clock_s} if is_due else {}
+            self._since |= {"epoch": self._leaving.clock_s} if epoch_ends else {}
+        return is_due
+
+    def _elapsed(self) -> set[str]:
+        """Return which of checkpoint, epoch and run started at least `checkpoint.every_s` ago."""
+        clock_s = None if self._leaving is None else self._leaving.clock_s
+        if clock_s is None or not self._config.every_s:
+            return set()
+        if not self._since:
+            self._since = dict.fromkeys(("run", "epoch", "checkpoint"), clock_s)
+        return {what for what, since_s in self._since.items() if clock_s - since_s >= self._config.every_s}

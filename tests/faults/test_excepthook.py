@@ -66,7 +66,9 @@ def test_a_process_alone_ends_by_itself_with_its_own_tracebacks(hook, capsys, mo
     assert capsys.readouterr().err.startswith("hpcdist: error: lr must be greater than 0 (")
     assert hook(None, ValueError("x")) == []
     shown = capsys.readouterr().err
-    assert shown.startswith("Traceback (most recent call last):") and shown.endswith("\nValueError: x\n")
+    assert shown.startswith("Traceback (most recent call last):") and shown.endswith(
+        "\nValueError: x\nThis rank serves.\n"
+    )
 
 
 def test_another_install_takes_the_place_of_the_first(monkeypatch, capsys):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import os
 import pty
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,6 +105,7 @@ def on_terminal(
     if pid == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell in the background ignores it for its children
         os.execvpe(words[0], words, environment)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     shown = bytearray()
     reader = threading.Thread(target=_read_to_end, args=(terminal, shown), daemon=True)
     try:

@@ -270,7 +270,8 @@ def test_a_template_runs_no_python(tmp_path, code):
 
 
 def test_a_template_or_a_profile_with_a_mistake_or_missing(tmp_path):
-    for content in ("{{ spec.nmae }}", "{% if %}", '{% include "parts/none.sh" %}', "{{ nobody }}"):
+    unclosed = "{% filter as_arguments %}#SBATCH --comment='a{% endfilter %}"
+    for content in ("{{ spec.nmae }}", "{% if %}", '{% include "parts/none.sh" %}', "{{ nobody }}", unclosed):
         (tmp_path / "mine.sh").write_text(content)
         with pytest.raises(ConfigError, match="must be in jinja2 with the names spec and site; got .* in .*mine.sh"):
             script(template=str(tmp_path / "mine.sh"))

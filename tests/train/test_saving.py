@@ -15,7 +15,7 @@ from hpcdist.model import FlatModel
 from hpcdist.records import read_evaluations
 from hpcdist.session.leaving import Leaving
 from hpcdist.train.evaluate import IterateAverage
-from hpcdist.train.saving import Saving
+from hpcdist.train.stop_conditions import Saving
 from train import tiny
 
 STEP_S = 0.1  # an epoch of two ranks has 12 steps

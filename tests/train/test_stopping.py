@@ -15,7 +15,7 @@ from hpcdist.config.job import JobConfig
 from hpcdist.errors import UnknownNameError
 from hpcdist.records import load_summary, read_evaluations
 from hpcdist.train import Metric
-from hpcdist.train.early_stopping import EarlyStopping
+from hpcdist.train.stop_conditions import EarlyStopping
 from train import tiny
 
 # A metric that is the same in all evaluations.

@@ -170,6 +170,23 @@ def test_the_end_of_a_run_without_a_process_has_a_status(tmp_path, capsys):
         assert f"no process is running in {path}, and {which} no summary" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("outcome", ["interrupted", "failed"])
+def test_why_a_run_has_ended_is_told_once(tmp_path, capsys, outcome):
+    train(start(tmp_path / "run", ended="2026-01-31T12:00:00Z", outcome=outcome, reason="SIGUSR1"))
+    killed(tmp_path / "run", "", 100.0)
+    why = "was interrupted at" if outcome == "interrupted" else "failed, and ended at"
+    for path, once in ((tmp_path / "run", True), (tmp_path / "run", False), (tmp_path, False)):
+        assert not terminal.watch(path, 0.01, once=once)
+        shown, said = capsys.readouterr()
+        assert (shown + said).count(why) == 1 and "no process" not in said and (why in shown) == once
+
+
+def test_a_loop_whose_steps_record_no_samples_has_workers(tmp_path):
+    with RecordWriter(record_path(start(tmp_path / "run"), 0)) as worker:
+        worker.write(StepRecord(7, computing_s=1.0))
+    assert (seen(tmp_path / "run").step, [one.serves for one in seen(tmp_path / "run").ranks]) == (7, [False])
+
+
 def test_the_limit_that_comes_first_says_what_is_left(tmp_path):
     budget = {"samples": 3200, "steps": 20, "seconds": None}
     folder = start(tmp_path / "run", settings={"budget": budget, "epochs": None})

@@ -49,16 +49,12 @@ def load() -> Any:
 
     if not hasattr(module, "init"):  # its import has failed with only a warning
         raise ConfigError(f"Horovod must be built for this torch, {torch.__version__}; got another's. {BUILD}")
-    require_one_mpi(loaded_here())
-    return module
-
-
-def require_one_mpi(libraries: list[Path]) -> None:
-    """Check that a process has loaded only one MPI library: each would have another world. Else CommunicationError."""
-    if len({path.resolve() for path in libraries}) > 1:
+    libraries = loaded_here()
+    if len({path.resolve() for path in libraries}) > 1:  # each would have another world
         raise CommunicationError(
             f"mpi4py and Horovod must use one MPI library; got {' and '.join(map(str, libraries))}. {BUILD}"
         )
+    return module
 
 
 def built_with() -> list[str]:

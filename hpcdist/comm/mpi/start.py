@@ -167,8 +167,10 @@ def _end(closed: int, watched: int, launcher: int, flush_s: float, report_reason
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process of this node is stopped, by SIGSTOP or a debugger; OSError if unknown."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    """Return whether a process of this node is stopped, by SIGSTOP or a debugger; False if it has ended."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _reason(watched: int, limit_s: float, task: Task, where: str, advice: str) -> str:

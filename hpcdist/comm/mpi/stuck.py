@@ -127,10 +127,7 @@ def _waits_for(wait: Wait, other: RankState) -> bool:
     started = other.counts.get(wait.comm)  # None: not a rank of the communicator, or it has closed it
     if started is None:
         return False
-    return started < wait.number or any(_differs(wait, other_wait) for other_wait in other.waits)
-
-
-def _differs(wait: Wait, other: Wait) -> bool:
-    """Return whether two ranks are in different calls of the same communicator and number."""
-    same_number = (wait.comm, wait.number, None) == (other.comm, other.number, other.ranks)
-    return same_number and wait.what != other.what
+    this_call = wait.comm, wait.number, None
+    return started < wait.number or any(
+        (each.comm, each.number, each.ranks) == this_call and each.what != wait.what for each in other.waits
+    )

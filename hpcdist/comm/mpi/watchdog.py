@@ -254,7 +254,7 @@ class Watchdog:
         for r in others:
             with suppress(MPI.Exception):  # the rank has died
                 self._send(b"?", r, QUERY)
-        stopped = {r: pid for r in others if (pid := self._stopped_process(r))}
+        stopped = {r: pid for r in others if (pid := self._pids.get(r)) and is_stopped(pid)}
         reason = "it is stopped, by SIGSTOP or a debugger (process {} of this node)"
         unknown = "it has ended, is stopped, or can't be reached"
         replies = {
@@ -272,12 +272,3 @@ class Watchdog:
                     continue
             time.sleep(0.01)
         return replies
-
-    def _stopped_process(self, rank: int) -> int | None:
-        """Return the process id of a rank of this node if the process is stopped; None otherwise."""
-        pid = self._pids.get(rank)
-        if pid is not None:
-            with suppress(OSError, IndexError):
-                if is_stopped(pid):
-                    return pid
-        return None

@@ -2,8 +2,7 @@
 
 `run_virtual(body, size)` calls `body(comm)` on every rank. Runs with the same seed are bitwise identical: results,
 virtual times and random numbers. The modules: `clock` (scheduling), `network` (links), `group` (messages, which are
-buffered, and formulas of collective calls), `window` (one-sided access), `queue` (a second thread of a rank), `compute`
-(step times).
+buffered, and formulas of collective calls), `window` (one-sided access), `compute` (step times).
 """
 
 from __future__ import annotations

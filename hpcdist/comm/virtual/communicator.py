@@ -1,8 +1,10 @@
-"""The communicator of virtual ranks, on the virtual clock."""
+"""The communicator of virtual ranks, on the virtual clock, and its call queue: a thread that runs calls meanwhile."""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections import deque
 from collections.abc import Iterable
 from typing import cast
 
@@ -12,11 +14,12 @@ from torch import Tensor
 from hpcdist.comm.capabilities import Failures, Platform, Trace
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import Envelope, Request, Traffic, addable, check_flat
+from hpcdist.comm.virtual.clock import IDLE, VirtualRank
 from hpcdist.comm.virtual.compute import at_least_0, require
 from hpcdist.comm.virtual.group import Group, Member, Message, Receive, children, sum_in_rank_order
-from hpcdist.comm.virtual.queue import VirtualQueue
 from hpcdist.comm.virtual.window import VirtualMemory, VirtualRankMemory, VirtualWindow
 from hpcdist.comm.window import Put, Window
+from hpcdist.comm.work import CallQueue, Task
 from hpcdist.errors import CommunicationError
 
 
@@ -205,8 +208,8 @@ class ReceiveRequest(Request):
 
     def wait(self) -> None:
         self._member.enter()
-        if self._posted.message is None:
-            with self._member.counted("communicating_s"):
+        with self._member.counted("communicating_s"):
+            if self._posted.message is None:
                 self._arrivals.block(self._posted, self._awaits(), self._member.failures.deadline_s)
         self._copy()
 
@@ -225,3 +228,55 @@ class ReceiveRequest(Request):
                 f"elements of {tensor.itemsize}. Lengths and dtypes must agree."
             )
         tensor.view(torch.uint8)[: message.data.nbytes].copy_(message.data)
+
+
+class VirtualQueue(CallQueue):
+    """Runs a communicator's calls in order; see `CallQueue`. `member` is the rank in the communicator's group."""
+
+    def __init__(self, member: Member):
+        super().__init__(threaded=member.size > 1)
+        self._member, self._waiting = member, deque[Task]()
+        self._thread: VirtualRank
+
+    def _start(self) -> None:
+        self._thread = self._member.clock.thread(self._member.me.rank, self._run)
+
+    def _event(self) -> threading.Event:
+        self._member.enter()
+        return VirtualEvent(self._member)
+
+    def _put(self, task: Task) -> None:
+        self._waiting.append(task)
+        if self._thread.awaits is IDLE:
+            self._member.clock.wake(self._thread)
+
+    def _next(self) -> Task:
+        while not self._waiting:
+            self._member.clock.block(self._thread, IDLE)
+        return self._waiting.popleft()
+
+
+class VirtualEvent(threading.Event):
+    """An event for which one thread of a virtual rank waits on the virtual clock."""
+
+    def __init__(self, member: Member):
+        super().__init__()
+        self._member = member
+        self._waits: VirtualRank | None = None
+
+    def set(self) -> None:
+        super().set()
+        if self._waits is not None:
+            self._member.clock.wake(self._waits)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until `set`, at most until the communicator's deadline; `timeout` is ignored."""
+        self._member.enter()
+        me = self._member.me
+        try:
+            while not self.is_set():
+                self._waits = me
+                self._member.clock.block(me, "the end of calls in flight", self._member.failures.deadline_s)
+        finally:
+            self._waits = None
+        return True

@@ -116,16 +116,16 @@ class VirtualMemory(Memory):
     def writing(self, values: Tensor, rank: int, offset: int) -> Iterator[float]:
         """Return the effect that writes values at their time of arrival."""
         self._check(rank, offset, values)
-        return self._write(values.detach(), self._memories[rank], offset, self._member.path_to(rank), _copy)
+        return self._write(values.detach(), rank, offset, _copy)
 
     def _change(self, what: str, values: Tensor, rank: int, offset: int, apply: Callable) -> None:
-        memory = self._memories[rank]
         with self._member.counted("communicating_s"):
-            effect = self._write(values.detach(), memory, offset, self._member.path_to(rank), apply)
-            self._clock.perform(self._member.me, f"a {what} to rank {memory.owner.rank}", effect)
+            effect = self._write(values.detach(), rank, offset, apply)
+            self._clock.perform(self._member.me, f"a {what} to rank {self._memories[rank].owner.rank}", effect)
 
-    def _write(self, values: Tensor, memory: Exposed, offset: int, path: Path, apply: Callable) -> Iterator[float]:
+    def _write(self, values: Tensor, rank: int, offset: int, apply: Callable) -> Iterator[float]:
         """Effect of a put or accumulate: reserve the links, and apply both halves at their times."""
+        memory, path = self._memories[rank], self._member.path_to(rank)
         n, half, duration_s = values.numel(), values.numel() // 2, path.duration_s(values.nbytes)
         start_s, _ = path.out.reserve(self._clock.now_s, duration_s)
         yield start_s

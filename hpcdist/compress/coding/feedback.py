@@ -122,8 +122,9 @@ class Feedback:
     def __init__(self, compressor: Compressor, template: Tensor, enabled: bool = True, residual: Tensor | None = None):
         self.compressor, self._enabled = compressor, enabled
         self._whole = Uncompressed(Uncompressed.Config(), template.numel())
-        dtype = torch.float64 if template.dtype == torch.float64 else torch.float32
-        self.residual = torch.zeros(template.numel(), dtype=dtype) if residual is None else residual
+        if residual is None:
+            residual = torch.zeros(template.numel(), dtype=torch.promote_types(template.dtype, torch.float32))
+        self.residual = residual
         self._all_sent = True  # the residual is zero
 
     def encode(self, tensor: Tensor, whole: bool = False) -> Tensor:

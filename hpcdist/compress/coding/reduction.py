@@ -176,7 +176,7 @@ class TwoWayMean:
                 compressor = config.create(chunk.stop - chunk.start, _within(flat_spans, chunk), stream)
                 return Feedback(compressor, flat[chunk], config.error_feedback, residual)
 
-            residuals = torch.zeros(flat.numel(), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
+            residuals = torch.zeros(flat.numel(), dtype=torch.promote_types(flat.dtype, torch.float32))
             sent, back = [create_feedback(chunk, residuals[chunk]) for chunk in chunks], create_feedback(local_chunk)
             self._ends.append((chunks, sent, back))
             self.residuals.append(residuals)

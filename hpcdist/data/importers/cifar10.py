@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hpcdist.data.importers import need_folder
-from hpcdist.data.writer import Block, Split, create
+from hpcdist.data.writer import Split, create
 from hpcdist.errors import DataError
-from hpcdist.records import open_regular
+from hpcdist.records import read_bounded
 
 SHAPE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32
-BLOCK = 1024  # samples held in memory at once
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ADVICE = "Unpack cifar-10-binary.tar.gz (the binary version) again and name its folder."
 
@@ -35,9 +32,10 @@ def convert(source: str | Path, destination: str | Path, *, compression: str | N
     for name, pattern in (("train", "data_batch_*.bin"), ("test", "test_batch.bin")):
         if not files[name]:
             raise DataError(f"{folder} must have the file {pattern}; it has none. {ADVICE}")
+    splits = {name: np.concatenate([_read(path) for path in paths]) for name, paths in files.items()}
     return create(
         destination,
-        {name: Split(sum(map(_records, paths)), _blocks(paths)) for name, paths in files.items()},
+        {name: Split.of(rows[:, 1:].reshape(-1, *SHAPE), rows[:, 0].astype(np.int64)) for name, rows in splits.items()},
         task="classification",
         source=f"CIFAR-10, binary version, {sum(map(len, files.values()))} files",
         classes=CLASSES,
@@ -46,26 +44,18 @@ def convert(source: str | Path, destination: str | Path, *, compression: str | N
     )
 
 
-def _records(path: Path) -> int:
+def _read(path: Path) -> np.ndarray:
+    """Return a file's records, shape (records, RECORD_BYTES)."""
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
+        data = np.frombuffer(read_bounded(path), np.uint8)
     except OSError as error:
         raise DataError(f"{path} must be readable; got {error.strerror}. {ADVICE}") from None
-    records, rest = divmod(size, RECORD_BYTES)
-    if rest or not records:
+    if not data.size or data.size % RECORD_BYTES:
         raise DataError(
-            f"{path} must have a whole number of records of {RECORD_BYTES} bytes, at least 1; got {size} bytes. "
+            f"{path} must have a whole number of records of {RECORD_BYTES} bytes, at least 1; got {data.size} bytes. "
             + ADVICE
         )
+    records = data.reshape(-1, RECORD_BYTES)
+    if records[:, 0].max() >= len(CLASSES):
+        raise DataError(f"{path} must have labels in 0..9; got {records[:, 0].max()}. {ADVICE}")
     return records
-
-
-def _blocks(paths: Sequence[Path]) -> Iterator[Block]:
-    for path in paths:
-        with open_regular(path) as file:
-            while data := file.read(BLOCK * RECORD_BYTES):
-                records = np.frombuffer(data, np.uint8).reshape(-1, RECORD_BYTES)
-                if records[:, 0].max() >= len(CLASSES):
-                    raise DataError(f"{path} must have labels in 0..9; got {records[:, 0].max()}. {ADVICE}")
-                yield records[:, 1:].reshape(-1, *SHAPE), records[:, 0].astype(np.int64)

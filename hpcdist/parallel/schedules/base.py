@@ -190,19 +190,15 @@ def gantt(table: Table, timing: Timing, columns: int = 120) -> list[str]:
     narrow operation has no letter, or no number either. A drawing is not wider than its labels need.
     """
     ranks, chunks = len(table), 1 + max((op.stage for ops in table for op in ops), default=0) // len(table)
+    letters = [LETTERS[chunk % len(LETTERS)] if chunks > 1 else "" for chunk in range(chunks)]
     lines = [
-        [(_label(op, ranks, chunks), *span) for op, span in zip(ops, spans)]
+        [(f"{op.kind}{op.micro_batch}{letters[op.stage // ranks]}", *span) for op, span in zip(ops, spans)]
         for ops, spans in zip(table, timing.spans_s)
     ]
     # Columns per second at which each label fits into its operation.
     enough = [(len(label) + 1) / (end - start) for line in lines for label, start, end in line if end > start]
     scale = min(columns / (timing.makespan_s or 1.0), max(enough, default=1.0))
     return [f"rank {rank:<{len(str(ranks - 1))}}  {_drawn(line, scale)}" for rank, line in enumerate(lines)]
-
-
-def _label(operation: Operation, ranks: int, chunks: int) -> str:
-    letter = LETTERS[operation.stage // ranks % len(LETTERS)] if chunks > 1 else ""
-    return f"{operation.kind}{operation.micro_batch}{letter}"
 
 
 def _drawn(line: list[tuple[str, float, float]], scale: float) -> str:

@@ -1,4 +1,4 @@
-"""Run one period of training: workers step on their batches until they pause, servers process their messages."""
+"""Run a period of training: workers step on their batches, servers process their messages; check an epoch's changes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.session import rules
+from hpcdist.session.world import current
+from hpcdist.strategies import Strategy
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.strategies.server.strategy import serve_jointly
 
@@ -72,7 +74,7 @@ def period(
         pauses = True
     finally:
         for strategy in strategies:
-            strategy.model.gradients.end_batches()
+            strategy.model.gradients.start_batch(None)
         for optimizer in optimizers if pauses else ():
             optimizer.strategy.pause()
             optimizer.attachment.snapshot = None  # until the next epoch the loop may change parameters
@@ -87,3 +89,68 @@ def joint_batch(plan: EpochPlan, step: int, worker: int, config: Any) -> tuple[n
     indices, head, tail = plan.joint(step, config.overlap)
     share = plan.sizes(step)[worker]
     return indices, JointBatch(len(indices), share, head, tail, whole=len(indices) == plan.n_samples)
+
+
+# --- changes of models in an epoch ------------------------------------------------------------------------------------
+class Epoch:
+    """Watches a loop's changes of these strategies' models in an epoch, to refuse training outside of the strategy."""
+
+    def __init__(self, strategies: Sequence[Strategy]):
+        self._strategies, self._ran = strategies, False
+        self._before = [strategy.steps for strategy in strategies]
+        trained = _distributed_parameters()
+        named = {id(p): (name, p) for s in strategies for name, p in s.model.module.named_parameters()}
+        untrained = [pair for key, pair in named.items() if key not in trained and pair[1].requires_grad]
+        # Name, parameter and its sum, of parameters that no DistributedOptimizer trains.
+        self._others = [(name, p, p.detach().sum().item()) for name, p in untrained if current().comm.size > 1]
+
+    def _trains(self) -> bool:
+        """Return whether a model has taken a step, or has run a backward pass for one."""
+        pairs = zip(self._strategies, self._before, strict=True)
+        return any(strategy.steps > before or strategy.model.gradients.weights for strategy, before in pairs)
+
+    def watch(self, batches: Iterator[WeightedBatch]) -> Iterator[WeightedBatch]:
+        """Pass the batches on. If the first batch trains nothing, record whether a model runs on later ones.
+
+        An epoch that trains gets no hook, because torch.compile would recompile the model for it.
+        """
+        hooks = []
+        try:
+            for number, batch in enumerate(batches):
+                if number == 1 and current().comm.size > 1 and not self._trains():  # one rank may do anything
+                    modules = [strategy.model.module for strategy in self._strategies]
+                    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+                    hooks = [module.register_forward_pre_hook(self._record_run) for module in plain]
+                yield batch
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _record_run(self, module: nn.Module, inputs: Any) -> None:
+        self._ran = True
+
+    def check(self) -> None:
+        """Raise ConfigError at the end of an epoch with one of these mistakes.
+
+        - A model changed along its gradients without a step of the strategy.
+        - The epoch only evaluated models, each rank on its share of the training samples.
+        - Parameters without a DistributedOptimizer were trained along this rank's gradients.
+        """
+        for strategy, steps_before in zip(self._strategies, self._before, strict=True):
+            bypassed = strategy.steps == steps_before and strategy.model.gradients.weights
+            if bypassed and rules.forbids("an epoch trains without step()", strategy):
+                strategy.model.refresh()
+                if strategy.model.touched():
+                    raise rules.error("an epoch trains without step()", strategy)
+        evaluates = self._ran or not any(strategy.model.module.training for strategy in self._strategies)
+        if evaluates and not self._trains():
+            rules.refuse("a training loader is iterated for an evaluation", self._strategies[0])
+        trained = _distributed_parameters() if self._others else ()  # again, because layers may have been unfrozen
+        for name, p, sum_before in self._others:
+            if id(p) not in trained and p.grad is not None and p.detach().sum().item() != sum_before:
+                raise rules.error("a plain optimiser trains the rest of the model", name=name)
+
+
+def _distributed_parameters() -> set[int]:
+    """Return the ids of the parameters that DistributedOptimizers train."""
+    return {id(slot.tensor) for optimizer in current().optimizers for slot in optimizer.strategy.model.slots}

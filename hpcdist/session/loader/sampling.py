@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import chain, count
@@ -117,14 +117,12 @@ class Order:
 
         local = group.raise_on_all_ranks(sample)
         self._items, self._ahead = broadcast_in(group, local if is_first else None, first), True
-        indices, firsts = ({*map(repr, self._single_items(items))} for items in (local, self._items or ()))
+        batches = self.batch_size is None and not self.single
+        both = (chain.from_iterable(items) if batches else items for items in (local, self._items or ()))
+        indices, firsts = ({*map(repr, items)} for items in both)
         disjoint = len(indices & firsts) < max(2, min(len(indices), len(firsts)) / 4) and indices != firsts
         if any(group.gather(disjoint)):
             raise rules.error("the sampler splits samples already", kind=type(self._sampler).__name__)
-
-    def _single_items(self, items: Sequence[Any]) -> Iterable[Any]:
-        """Return the indices of single samples: batches are flattened."""
-        return items if self.batch_size is not None or self.single else chain.from_iterable(items)
 
     def epoch(self, counted: int) -> int:
         """Return the epoch that a DistributedSampler was set to; else the loader's count."""

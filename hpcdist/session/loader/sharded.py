@@ -17,13 +17,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data.labels import labels_of
 from hpcdist.data.sharding import EpochPlan
-from hpcdist.model.gradients import Gradients
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.consistency import changed_fingerprints, fingerprints, require_same_loader, start_epoch
 from hpcdist.session.loader.batches import AroundLoader, count_samples, counting_message, same_on_all_ranks
-from hpcdist.session.loader.epoch import Epoch
-from hpcdist.session.loader.period import WeightedBatch, gather_counts, joint_batch, period, relative_weight
+from hpcdist.session.loader.period import Epoch, WeightedBatch, gather_counts, joint_batch, period, relative_weight
 from hpcdist.session.loader.sampling import Order, identical_batches, iterate_with_worker_seed, sample_order
 from hpcdist.session.run import LoopRun
 from hpcdist.session.values import broadcast_in
@@ -270,21 +268,21 @@ class ShardedLoader(AroundLoader):
         n = len(workers)
         for weighted in self._local_batches(strategies, worker, n) if reads_locally else self._split_batches(worker, n):
             self._weight = weighted.weight
-            watched = [strategy.model.gradients for strategy in strategies if worker == 0 and weighted.weight != 1.0]
+            watched = [s.model.gradients for s in strategies if s.contract.weights_batches]
+            if worker != 0 or weighted.weight == 1.0 or self._shares:
+                watched = []
             for gradients in watched:
-                gradients.on_begin = partial(self._warn_of_calls, gradients, count_collective_calls())
+                gradients.on_begin = partial(self._warn_of_calls, count_collective_calls())
             yield weighted
             for gradients in watched:
                 gradients.on_begin = None
 
-    def _warn_of_calls(self, gradients: Gradients, before: Mapping[Any, int]) -> None:
+    def _loop_sets_weights(self) -> bool:
+        return any(optimizer.attachment.sets_weights for optimizer in self._active_optimizers())
+
+    def _warn_of_calls(self, before: Mapping[Any, int]) -> None:
         """Warn once if the loop may divide its loss by a count of all ranks, while hpcdist weights the batches too."""
-        if (
-            gradients.weights_batches
-            and not gradients.weighted_by_loop
-            and not self._shares
-            and count_collective_calls() != before
-        ):
+        if not self._shares and not self._loop_sets_weights() and count_collective_calls() != before:
             self._shares = True
             _log.warning(
                 "hpcdist weights the batches of a step by their numbers of samples, and the loop makes a collective "
@@ -383,7 +381,7 @@ class ShardedLoader(AroundLoader):
             batch = next(batches, None)
             if log_message and not self._counted:  # after a step, in which the loop may have called set_batch_weight
                 self._counted = True
-                if group.rank == 0 and not any(strategy.model.gradients.weighted_by_loop for strategy in strategies):
+                if group.rank == 0 and not self._loop_sets_weights():
                     _log.log(*log_message)
             counts, codes = gather_counts(group, *((0, 0) if batch is None else count_samples(batch)))
             log_message = log_message or counting_message(counts, codes)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import cmath
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import NonFiniteError
 from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
-from hpcdist.parallel.agreement import Agreement, clip_gradients
+from hpcdist.parallel.agreement import Agreement
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.strategies.common.records import Outcome
 
 FIRST_STEPS = 2  # number of steps whose gradients are compared among ranks
+_SHORT = 1 << 12  # elements of a gradient that is summed together with others
 _CHUNKS = 256  # of a tensor, with a sum each, so that the checksum depends on the elements' order
 
 
@@ -70,11 +72,9 @@ class LocalGradients:
             self._step_checksums.append(functools.reduce(_checksum, tensors, 0))
         if self.ignores_nonfinite:
             return []
-        sums = [tensor.sum() for tensor in tensors]
-        if len(sums) > 1 and not sums[0].is_cpu and len({total.device for total in sums}) == 1:
-            sums = list(torch.stack(sums).cpu())  # one wait for the device
+        joins = len(self._model.params) == 1  # one dtype and device
         names: list[str] = []
-        if not all(cmath.isfinite(total.item()) for total in sums):
+        if not all(cmath.isfinite(total.item()) for total in _sums(tensors, joins)):
             named = [(s.name, s.tensor.grad) for s in self._model.slots if bucket is None or s.name in bucket.params]
             names = [name for name, grad in named if grad is not None and not torch.isfinite(grad).all()]
         if self._stages is None or again or bucket is not None:
@@ -99,7 +99,7 @@ class LocalGradients:
         if self._stages is None:
             nn.utils.clip_grad_norm_(parameters, largest)
         else:
-            clip_gradients(parameters, largest, self._stages.norm(parameters))
+            self._stages.clip(parameters, largest)
 
     def skip_update(self, names_of: dict[int, list[str]]) -> str:
         """Return the event that records a skipped update, with the parameters whose gradient is not finite.
@@ -144,6 +144,21 @@ class LocalGradients:
                 self.used |= used
             update()
         return Outcome(clock=self._step, staleness=self.staleness(event), event=event)
+
+
+def _sums(tensors: Sequence[Tensor], joins: bool) -> list[Tensor]:
+    """Return sums of which one is not finite if an element is not; with `joins` one of all short tensors."""
+    short, sums = [], []
+    for tensor in tensors:
+        if joins and tensor.numel() <= _SHORT:
+            short.append(tensor)
+        else:
+            sums.append(tensor.sum())
+    if short:
+        sums.append(_flatten_dense_tensors(short).sum())
+    if len(sums) > 1 and not sums[0].is_cpu and len({total.device for total in sums}) == 1:
+        sums = list(torch.stack(sums).cpu())  # one wait for the device
+    return sums
 
 
 def _checksum(before: int, tensor: Tensor) -> int:

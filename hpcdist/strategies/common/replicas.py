@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from hpcdist.model.slots import describe_difference
 from hpcdist.strategies.common.gradients import shorten
 
 _log = logging.getLogger("hpcdist")
+_warned: WeakSet[FlatBuffers] = WeakSet()  # a warning about these has been logged
 
 
 def broadcast_model(comm: Communicator, model: FlatModel) -> None:
@@ -71,13 +73,14 @@ def warn_differences(
 ) -> None:
     """Collective. Warn once if buffers of kind "first", in `flats`, differ among those `ranks` that pass `counts`."""
     slots = [slot for slot in buffers.slots if buffers.kinds[slot.group] == "first"]
-    if not slots or buffers.warned:
+    if not slots or buffers in _warned:
         return
     local_sums = [repr(sums([slot.view(flats).reshape(-1)])) for slot in slots] if counts else []
     gathered = comm.gather(local_sums)
     sums_of_ranks = [gathered[rank] for rank in ranks if gathered[rank]]
     different = [slot.name for slot, of_slot in zip(slots, zip(*sums_of_ranks)) if len(set(of_slot)) > 1]
-    buffers.warned = bool(different)
+    if different:
+        _warned.add(buffers)
     if different and comm.rank == ranks[0]:
         _log.warning(
             "Ranks have changed buffers differently, and the first worker's are used: %s. To combine the values of all "

@@ -30,14 +30,7 @@ from hpcdist.strategies.common.records import Recorder
 from hpcdist.strategies.common.state import State
 
 
-class PeersConfig(Strategy.Config):
-    """Options of strategies that can continue without any rank that fails."""
-
-    def needed(self, size: int) -> tuple[int, ...]:
-        return ()
-
-
-class SamplingConfig(PeersConfig):
+class SamplingConfig(Strategy.Config):
     """Options of strategies that sample random ranks."""
 
     seed: int = Field(0, ge=0, description="seed of the random choice of peers, sampled from (seed, rank)")
@@ -146,9 +139,7 @@ class Gossip(Strategy):
     optimiser then steps from the averaged parameters.
     """
 
-    class Config(WireConfig, PeersConfig):
-        """Options of strategies that average parameters with random ranks."""
-
+    class Config(WireConfig):
         interval: int = Field(1, ge=1, description="steps between averages")
         order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
         include_self: bool = Field(

@@ -149,9 +149,7 @@ class Codec:
 
 def _buffers(templates: Sequence[Tensor]) -> list[Tensor]:
     """Return zeros on the host, as long as the tensors, in float32, or float64 for float64 tensors."""
-    return [
-        torch.zeros(t.numel(), dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in templates
-    ]
+    return [torch.zeros(t.numel(), dtype=torch.promote_types(t.dtype, torch.float32)) for t in templates]
 
 
 class Encoder:

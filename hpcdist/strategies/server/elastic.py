@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -14,37 +15,6 @@ from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.server.channel import FETCH, NOBODY, Reply, ServerRequest
 from hpcdist.strategies.server.server import Server
 from hpcdist.strategies.server.strategy import ServerStrategy, Worker
-
-
-class ElasticStrategy(ServerStrategy):
-    """Base of strategies whose workers and a centre on the servers pull each other."""
-
-    class Config(ServerStrategy.Config):
-        """Options of elastic averaging."""
-
-        period: int = Field(4, ge=1, description="steps of a worker between two exchanges with the centre")
-        beta: float = Field(
-            0.9, ge=0, lt=2, description="p * a for p workers: strength of the pull between each worker and the centre"
-        )
-        synchronous: bool = Field(
-            False, description="all workers exchange at the same time; each waits for the slowest"
-        )
-
-        def optimizer_ranks(self, size: int) -> tuple[int, ...]:
-            return ()  # every worker has a local optimiser, and the centre has none
-
-    up, down = "values", "moves"
-    contract = replace(
-        ServerStrategy.contract, averages="parameters", updates="here", parameters="kept", consensus="elsewhere"
-    )
-    steps_on_workers = True
-    config: Config
-
-    def make_worker(self) -> Worker:
-        return ElasticWorker(self)
-
-    def make_server(self) -> Server:
-        return Centre(self)
 
 
 class ElasticWorker(Worker):
@@ -132,3 +102,28 @@ class Centre(Server):
             for known, pull in zip(request.tensors, sent, strict=True):
                 known.sub_(pull)
         return sent
+
+
+class ElasticStrategy(ServerStrategy):
+    """Base of strategies whose workers and a centre on the servers pull each other."""
+
+    class Config(ServerStrategy.Config):
+        period: int = Field(4, ge=1, description="steps of a worker between two exchanges with the centre")
+        beta: float = Field(
+            0.9, ge=0, lt=2, description="p * a for p workers: strength of the pull between each worker and the centre"
+        )
+        synchronous: bool = Field(
+            False, description="all workers exchange at the same time; each waits for the slowest"
+        )
+
+        def optimizer_ranks(self, size: int) -> tuple[int, ...]:
+            return ()  # every worker has a local optimiser, and the centre has none
+
+    up, down = "values", "moves"
+    contract = replace(
+        ServerStrategy.contract, averages="parameters", updates="here", parameters="kept", consensus="elsewhere"
+    )
+    steps_on_workers = True
+    worker_type: ClassVar[type[Worker]] = ElasticWorker
+    server_type = Centre
+    config: Config

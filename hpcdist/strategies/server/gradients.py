@@ -67,21 +67,20 @@ class Policy(abc.ABC):
 class GradientWorker(Worker):
     """Push the gradient with the clock of the parameters it was computed from, and copy the reply into the model.
 
-    Args:
-        overlap: continue immediately, and take the reply in the next step.
+    With the option `overlap` continue immediately, and take the reply in the next step.
 
     Raises:
         ConfigError: `overlap` on servers that are workers too.
     """
 
-    def __init__(self, strategy: ServerStrategy, *, overlap: bool = False):
+    def __init__(self, strategy: ServerStrategy):
         super().__init__(strategy)
-        if overlap and self.replica.colocated:
+        self._overlap = getattr(strategy.config, "overlap", False)
+        if self._overlap and self.replica.colocated:
             raise ConfigError(
                 "strategy.overlap must be false where strategy.servers is 'colocated', whose shards change only inside "
                 "a step; got true. Leave it out, or give ranks of their own to the servers."
             )
-        self._overlap = overlap
         self._clips = strategy.gradients.clip_norm is not None and strategy.update_norm is None
         self._compression = strategy.config.compression
         workers, first = strategy.roles.workers, self._compression.warmup_ranks
@@ -92,7 +91,7 @@ class GradientWorker(Worker):
     def step(self, update: Update) -> Outcome:
         strategy, gradients = self.strategy, self.model.gradients
         weight = gradients.mean_weight
-        contributes, weight = weight > 0, weight if gradients.weights_batches else 1.0
+        contributes, weight = weight > 0, weight if strategy.contract.weights_batches else 1.0
         used, skipped = gradients.collect(), strategy.gradients.skipped()
         if self._clips and not skipped:
             strategy.gradients.clip(weight)
@@ -234,9 +233,10 @@ class GradientServer(Server):
     An aggregator pushes the sum to its parent instead of updating, and forwards the parent's reply to its children.
     """
 
-    def __init__(self, strategy: ServerStrategy, policy: Policy):
+    def __init__(self, strategy: GradientStrategy):
         super().__init__(strategy)
-        self.policy, self._synchronous = policy, strategy.synchronous
+        self.policy, self._synchronous = strategy.policy(), strategy.synchronous
+        policy = self.policy
         self._count = len(strategy.hyperparameters)
         norm, self._servers = strategy.update_norm, strategy.servers
         self._clip = None if norm is None else partial(self._clip_update, norm)
@@ -352,12 +352,8 @@ class GradientServer(Server):
 class GradientStrategy(ServerStrategy):
     """Base of strategies whose workers push gradients, and whose servers update by a policy."""
 
+    worker_type, server_type = GradientWorker, GradientServer
+
     @abc.abstractmethod
     def policy(self) -> Policy:
         """Create the policy of this rank, a server or aggregator."""
-
-    def make_worker(self) -> Worker:
-        return GradientWorker(self, overlap=getattr(self.config, "overlap", False))
-
-    def make_server(self) -> Server:
-        return GradientServer(self, self.policy())

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -19,7 +19,7 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Flats, copy_all
-from hpcdist.strategies.server.channel import PAUSE, RequestChannel
+from hpcdist.strategies.server.channel import PAUSE, Replies, RequestChannel
 from hpcdist.strategies.server.codec import Codec, CodedSlots, Content, OpenSlots, TensorSlots
 from hpcdist.strategies.server.placement import Roles, Servers, Shard, assign, broadcast_shards
 from hpcdist.strategies.server.server import Replica, Server
@@ -43,7 +43,7 @@ class ServerStrategy(Strategy):
     A period of service (an epoch, or the steps until a checkpoint) ends when every worker has paused. A request of a
     worker's next period waits until this rank starts the period, too.
 
-    A subclass creates the worker's loop and the server's.
+    A subclass names the types of its workers and servers.
 
     Attributes:
         replica: this rank's shard, parents and children, and its parameters with their clocks.
@@ -56,8 +56,6 @@ class ServerStrategy(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options that all strategies with servers have."""
-
         servers: Servers = Field(
             1, description="number of server ranks, each with a shard; colocated: all ranks are workers and servers"
         )
@@ -111,6 +109,9 @@ class ServerStrategy(Strategy):
     down: Content = "values"  # content of replies
     steps_on_workers = False  # workers run their local optimiser
 
+    worker_type: ClassVar[type[Worker]]  # its objects take a worker's steps, where there are servers
+    server_type: ClassVar[type[Server]]  # its objects handle the requests, on a server or aggregator
+
     config: Config
     worker: Worker
     server: Server
@@ -152,19 +153,11 @@ class ServerStrategy(Strategy):
         )  # fmt: skip
 
         if self.is_worker:
-            self.worker = self.make_worker()
+            self.worker = self.worker_type(self)
         if replica.children:
-            self.server = self.make_server()
+            self.server = self.server_type(self)
         if replica.colocated:
             channel.client.on_wait = self.server.serve_waiting
-
-    @abc.abstractmethod
-    def make_worker(self) -> Worker:
-        """Create the object that takes a worker's steps; a single rank has none, and runs the local optimiser."""
-
-    @abc.abstractmethod
-    def make_server(self) -> Server:
-        """Create the object that handles a server's or aggregator's requests."""
 
     def _check_stages(self) -> None:
         """Raise ConfigError where an option does not work with a model in pipeline stages."""
@@ -262,6 +255,13 @@ class Worker(abc.ABC):
     @abc.abstractmethod
     def step(self, update: Update) -> Outcome:
         """Take one step on the gradients in `model.grads`; decide when `update` runs."""
+
+    def pull(self) -> Replies:
+        """Wait for the replies of all parents, and set the whole model to the servers' parameters."""
+        replies = self.replica.pull()
+        if self.replica.colocated:  # this server's parameters may be separate from its worker's model
+            self.strategy.server.show()
+        return replies
 
     def finish(self) -> None:
         """Complete requests in flight, before a pause."""

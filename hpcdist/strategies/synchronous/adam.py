@@ -55,8 +55,6 @@ class AdamStep(OwnStep):
     """
 
     class Config(OwnStep.Config):
-        """Options of strategies with Adam's step."""
-
         compression: CompressionConfig = Field(
             CompressionConfig(name="ef_signsgd"),
             description="how means are compressed, in both directions; none: they are not",
@@ -71,7 +69,7 @@ class AdamStep(OwnStep):
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any):
         super().__init__(config, comm, model, **kwargs)
         self.runs_optimizer = comm.size == 1
-        half = [slot.name for slot in model.slots if slot.dtype is torch.float16]
+        half = [slot.name for slot in model.slots if slot.tensor.dtype is torch.float16]
         if half and not self.runs_optimizer:
             raise ConfigError(
                 f"parameters must be float32, float64 or bfloat16 with {name_of(self)}; got {half[0]!r} in float16, "

@@ -42,8 +42,6 @@ class OwnStep(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of strategies that replace the step."""
-
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
 
     config: Config
@@ -55,7 +53,7 @@ class OwnStep(Strategy):
 
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
-        complex_names = [slot.name for slot in model.slots if slot.dtype.is_complex]
+        complex_names = [slot.name for slot in model.slots if slot.tensor.is_complex()]
         if complex_names:
             raise ConfigError(
                 f"parameters must be real with {name_of(self)}, whose rule is for real ones; got {complex_names[0]!r}, "

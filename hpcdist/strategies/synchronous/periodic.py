@@ -46,8 +46,6 @@ class Periodic(Strategy):
     """
 
     class Config(Strategy.Config):
-        """Options of strategies that communicate once in a period."""
-
         period: int = Field(10, ge=1, description="H: steps between two exchanges of all ranks")
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
         compression: CompressionConfig = Field(

@@ -25,9 +25,10 @@ from hpcdist.errors import INTERRUPTED, LEFT, NO_SPACE, ConfigError, HpcdistErro
 from hpcdist.faults.reporter import SILENT_S, is_reporter
 from hpcdist.registry import catalogue
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import HELP, prepare_help
+from hpcdist.tools.cli.base import HELP, CommandGroup, prepare_help
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # boxes and columns leave little room on narrow terminals

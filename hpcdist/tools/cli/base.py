@@ -6,7 +6,7 @@ import enum
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from typer.core import TyperGroup
@@ -40,6 +40,19 @@ def prepare_help(command: Any) -> None:
         prepare_help(inner)
 
 
+class CommandGroup(TyperGroup):
+    """A group whose error about an unknown command lists the known ones, unless one has a similar name."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            if type(error).__name__ == "UsageError" and "Did you mean" not in (message := cast(Any, error).message):
+                known = ", ".join(name for name, command in self.commands.items() if not command.hidden)
+                cast(Any, error).message = f"{message} The commands of {ctx.command_path} are: {known}."
+            raise
+
+
 def of_checkout(name: str, folder: str, meaning: str) -> typer.Typer:
     """Return an app with the commands in `folder`/cli.py, which exists in a checkout but not in the installed package.
 
@@ -47,7 +60,7 @@ def of_checkout(name: str, folder: str, meaning: str) -> typer.Typer:
     names.
     """
 
-    class Commands(TyperGroup):
+    class Commands(CommandGroup):
         def list_commands(self, ctx: Any) -> list[str]:
             self._import()
             return super().list_commands(ctx)

@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import writable
+from hpcdist.tools.cli.base import CommandGroup, writable
 
-app = typer.Typer(name="checkpoint", no_args_is_help=True, help="List a run's checkpoints; export the model of one.")
+app = typer.Typer(
+    name="checkpoint", cls=CommandGroup, no_args_is_help=True, help="List a run's checkpoints; export the model of one."
+)
 
 Run = Annotated[
     Path,

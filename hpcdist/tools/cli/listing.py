@@ -87,7 +87,8 @@ def datasets(name: Annotated[str | None, _name(completion.datasets)] = None) -> 
         fetch = [f"hpcdist data fetch {name}"] * (name in RELEASES)
         source = f"data/{name}" if fetch else getattr(sys.modules[importer.__module__], "INCLUDED", "SOURCE")
         command = f"hpcdist data import {name} {source} {name}.h5"
-        _show(importer, name, "", *fetch, command, more=f"SOURCE is {meaning(importer, 'source')}.")
+        more = f"SOURCE is {meaning(importer, 'source')}."
+        _show(importer, name, "", *fetch, command, more=more, set_by="--NAME VALUE behind FILE")
 
 
 @app.command()
@@ -174,9 +175,12 @@ def _list_if_unnamed(command: str, known: Any, name: str | None) -> bool:
     return name is None
 
 
-def _show(cls: Any, name: str | None, prefix: str, *examples: str, more: str = "") -> None:
-    """Print an algorithm's docstring, its options under the key `prefix`, its reference, and example commands."""
+def _show(cls: Any, name: str | None, prefix: str, *examples: str, **texts: str) -> None:
+    """Print an algorithm's docstring, its options under the key `prefix`, its reference, and example commands.
+
+    `texts`: arguments of `console.algorithm`.
+    """
     from hpcdist.config.settings import describe, options_of
 
     options = describe(cls.Config if hasattr(cls, "Config") else options_of(cls), prefix)
-    console.algorithm(str(name), cls, options, examples, more)
+    console.algorithm(str(name), cls, options, examples, **texts)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from typing import Annotated
 
 import typer
 
+from hpcdist.errors import ConfigError
 from hpcdist.tools.cli.base import whole_number
 from hpcdist.tools.mpirun import start_script
 from hpcdist.tools.options import Launcher
@@ -16,11 +19,13 @@ app = typer.Typer()
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, metavar="N", help="Number of ranks to start.")],
     script: Annotated[
         list[str],
         typer.Argument(metavar="SCRIPT", help="Python file with its arguments, -m MODULE, or a program."),
     ],
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="Number of ranks to start. Required.")
+    ] = None,
     hosts: Annotated[
         str | None,
         typer.Option(metavar="HOST:N,...", help="Hosts to start on, and the ranks on each. Default: this one."),
@@ -38,5 +43,12 @@ def run(
 
     Example: hpcdist run -n 4 train.py --epochs 3
     """
-    status = start_script(script, ranks, os.environ, hosts=hosts, threads=threads, label=label, launcher=launcher)
+    if ranks is None:
+        raise ConfigError(
+            "-n must be the number of ranks to start; got none. There is no default: often it is the number of GPUs, "
+            f"or of cores (here {len(os.sched_getaffinity(0))}). Write it as hpcdist run -n 4 {shlex.join(script)}."
+        )
+    status = start_script(
+        script, ranks, os.environ, hosts=hosts, threads=threads, label=label, launcher=launcher, argv=sys.argv
+    )
     raise typer.Exit(status)

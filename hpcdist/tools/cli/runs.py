@@ -16,11 +16,12 @@ import typer
 
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.tools import completion, console
+from hpcdist.tools.cli.base import CommandGroup
 
 if TYPE_CHECKING:
     from hpcdist.tools.runs.listing import ListedRun
 
-app = typer.Typer(name="runs", invoke_without_command=True)
+app = typer.Typer(name="runs", cls=CommandGroup, invoke_without_command=True)
 HOME = Path("runs")  # default folder of `hpcdist train`
 KEYS = ("job", "strategy", "ranks", "comparison")  # keys of --where; other keys are settings
 ORDERS = ("folder", "state", "job", "strategy", "ranks", "age", "time", "metric")
@@ -99,12 +100,23 @@ def show(name: Name) -> None:
         **_row(listed, folder.parent),
         "best": best and f"{best.metric} {best.value:.4g} at step {best.step}",
         "no result": run.failure,
+        "last sign of life": _sign_of_life(folder) if listed.state == "running" else None,
         "checkpoints": ", ".join(path.name for path in checkpoints(checkpoint_folder)),
         "starts": {f"from step {start.step}, {start.started}": shlex.join(start.command) for start in starts},
         "changes": "; ".join(run.changes),
         "settings": listed.settings,
     }
     console.facts({key: value for key, value in facts.items() if value not in (None, "", {})})
+
+
+def _sign_of_life(folder: Path) -> str:
+    """Describe when a run has last written to its folder, and whether its first process on this host has ended."""
+    from hpcdist.records.lock import ended_holder
+    from hpcdist.tools.runs import quiet_s
+
+    ended = ended_holder(folder)
+    ago = f"{console.duration(quiet_s(folder))} ago"
+    return ago if ended is None else f"{ago}; {ended}, has ended: the run is dead unless other ranks continue"
 
 
 @app.command()

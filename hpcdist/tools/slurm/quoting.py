@@ -90,21 +90,6 @@ def directive(value: object) -> str:
     return text if text and _PLAIN.fullmatch(text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
-def from_directive(text: str) -> str:
-    """Unquote the value of a #SBATCH line, as Slurm does; the inverse of `directive`."""
-    plain, quote, letters = [], "", iter(text)
-    for letter in letters:
-        if letter == "\\":
-            plain.append(next(letters, ""))
-        elif letter == quote:
-            quote = ""
-        elif letter in "\"'" and not quote:
-            quote = letter
-        else:
-            plain.append(letter)
-    return "".join(plain)
-
-
 def path(text: str) -> str:
     """Prefix a path that starts with - by ./, so that no program takes it for an option."""
     return f"./{text}" if text.startswith("-") else text

@@ -8,6 +8,7 @@ it differently. A line that starts with `#: ` is the reason for the lines below 
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def render(spec: JobSpec, site: Site) -> Script:
             f"template must take no more than values from spec and site; got {spec.template}, where {error} It may try "
             "to run Python here: do not use it unless you know why."
         ) from None
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, ValueError) as error:  # ValueError: a directive's quote is not closed
         raise ConfigError(
             f"template must be in jinja2 with the names spec and site; got {error} in {spec.template or spec.shape}. "
             "Compare the templates that come with hpcdist."
@@ -183,7 +184,7 @@ def _as_arguments(text: str) -> str:
     """Convert lines with directives to elements of a bash array, for commands that don't read directives."""
 
     def argument(match: re.Match[str]) -> str:
-        value = "" if match[2] is None else f"={quoting.from_directive(match[2])}"
+        value = "" if match[2] is None else f"={''.join(shlex.split(match[2]))}"  # the inverse of `directive`
         return f"        {quoting.shell(f'--{match[1]}{value}')}"
 
     return "".join(f"{_DIRECTIVE.sub(argument, line)}\n" for line in text.removesuffix("\n").split("\n"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from typing import NamedTuple
 
 ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
@@ -60,25 +61,21 @@ def read(output: str) -> list[State]:
     """
     states = []
     for line in filter(str.strip, output.splitlines()):
-        text = _NAME.sub(" GroupId=", line, count=1)
-
-        def value(key: str, text: str = text) -> str:
-            match = re.search(rf"(?:^| ){key}=(\S*)", text)
-            return match[1] if match else ""
-
-        job, array, task, state = map(value, ("JobId", "ArrayJobId", "ArrayTaskId", "JobState"))
+        pairs = re.findall(r"(?:^| )(\w+)=(\S*)", _NAME.sub(" GroupId=", line, count=1))
+        values = defaultdict(str, reversed(pairs))
+        job, array, task = values["JobId"], values["ArrayJobId"], values["ArrayTaskId"]
         if array and task:  # named as in the accounting: 7_2, or 7_[2-3] for waiting tasks
             job = f"{array}_{task}" if task.isdigit() else f"{array}_[{task}]"
         states.append(
             State(
                 job=job,
-                state=state,
-                reason="" if value("Reason") == "None" else value("Reason"),
-                nodes=value("NodeList").replace("(null)", ""),
-                elapsed=value("RunTime"),
-                limit=value("TimeLimit"),
-                restarts=int(value("Restarts")),
-                status=status_of(state, value("ExitCode")),
+                state=values["JobState"],
+                reason="" if values["Reason"] == "None" else values["Reason"],
+                nodes=values["NodeList"].replace("(null)", ""),
+                elapsed=values["RunTime"],
+                limit=values["TimeLimit"],
+                restarts=int(values["Restarts"]),
+                status=status_of(values["JobState"], values["ExitCode"]),
             )
         )
     return states

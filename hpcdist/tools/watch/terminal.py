@@ -7,7 +7,6 @@ import statistics
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hpcdist.tools.console import amount, bar, duration, error, shortened, visible
+from hpcdist.tools.console import amount, bar, duration, error, shortened
 from hpcdist.tools.watch.view import PARTS, RankView, RunView, WatchedFolder
 
 SIDE_BY_SIDE = 76  # columns for two plots next to each other
@@ -45,8 +44,14 @@ def watch(folder: Path, every_s: float, once: bool) -> bool:
         _watch_lines(watched, every_s)
     if not watched.abandoned:
         return True
-    count, ended = max(watched.planned, len(watched.runs), 1), sum(run.ended for run in watched.runs.values())
-    subject = "it has" if count == 1 else f"{count - ended} of {count} runs have"
+    unfinished = [run for run in watched.runs.values() if not run.ended]
+    if [run.state for run in unfinished] in (["interrupted"], ["failed"]):
+        if not watched.is_run or not (once or console.is_terminal):  # else it is in the drawing
+            error(f"{unfinished[0].folder} {unfinished[0].failure}")
+        return False
+    count = max(watched.planned, len(watched.runs), 1)
+    missing = count - len(watched.runs) + len(unfinished)
+    subject = "it has" if count == 1 else f"{missing} of {count} runs have"
     error(
         f"no process is running in {folder}, and {subject} no summary: see the messages of the run. Resume with the "
         "command that started it; for hpcdist train add --resume."
@@ -66,7 +71,7 @@ def _watch_lines(watched: WatchedFolder, every_s: float) -> None:
     """Print a line for each run that has advanced since its last line."""
     printed: dict[str, tuple[str, int]] = {}
     while True:
-        for view in _views(watched):
+        for view in watched.views():
             if printed.get(view.name) != (view.state, view.step):
                 printed[view.name] = view.state, view.step
                 print("  ".join(filter(None, (view.name, *_facts(view)))), flush=True)
@@ -82,22 +87,9 @@ def _drawn(watched: WatchedFolder, console: Console) -> Text:
     if not watched.runs:
         return Text(f"{watched.folder}: no run has started yet")
     if watched.is_run:
-        return frame(_views(watched, curves=True)[0], console.width, braille=braille)
-    views = _views(watched)
+        return frame(watched.views(curves=True)[0], console.width, braille=braille)
+    views = watched.views()
     return table(views, console.width, planned=watched.planned, left_s=watched.left_s(views), braille=braille)
-
-
-def _views(watched: WatchedFolder, *, curves: bool = False) -> list[RunView]:
-    """Return the state of each run, with control characters escaped."""
-    return [
-        replace(
-            run_view, name=visible(run_view.name), label=visible(run_view.label), strategy=visible(run_view.strategy),
-            notes=tuple(map(visible, run_view.notes)),
-            metrics={visible(name): value for name, value in run_view.metrics.items()},
-            metric_curves={visible(name): points for name, points in run_view.metric_curves.items()},
-        )
-        for run_view in watched.views(curves=curves)
-    ]  # fmt: skip
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------

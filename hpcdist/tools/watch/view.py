@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Usage, is_abandoned, record_files
 from hpcdist.records.lock import FILE_NAME as LOCK
-from hpcdist.tools.console import duration
+from hpcdist.tools.console import duration, visible
 from hpcdist.tools.runs import FILES, Run, State, Steps, quiet_s, read_comparison
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class WatchedFolder:
     Raises ConfigError if the folder does not exist.
 
     Attributes:
-        runs: by name.
+        runs: by name, with control characters escaped, as in all texts of a `RunView`.
         planned: number of runs of a comparison; 0: no comparison.
     """
 
@@ -171,17 +171,17 @@ class WatchedFolder:
     def _find_runs(self) -> dict[str, Path]:
         """Return the runs' folders by name; of a comparison in the order of its plan."""
         if record_files(self.folder) or any((self.folder / name).exists() for name in FILES):
-            return {self.folder.resolve().name: self.folder}
+            return {visible(self.folder.resolve().name): self.folder}
         try:
             plan = read_comparison(self.folder)
         except DataError:  # being replaced
             return {}
         if plan is None or not plan["runs"]:
             paths = sorted(path.parent for pattern in BELOW for path in self.folder.glob(pattern))
-            return {str(path.relative_to(self.folder)): path for path in paths}
+            return {visible(path.relative_to(self.folder)): path for path in paths}
         self.planned = len({run["folder"] for run in plan["runs"]})
         folders = [self.folder / run["folder"] for run in plan["runs"]]
-        return {path.name: path for path in folders if path.is_dir()}
+        return {visible(path.name): path for path in folders if path.is_dir()}
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -205,12 +205,14 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
     steps = Steps(run.folder) if summary_only else run.steps
     totals, newest_sums = _sums(steps.frame), _sums(steps.recent)
     workers = totals.index[totals["samples"] > 0]  # servers, and all but one rank of a pipeline, record no samples
+    workers = workers if len(workers) else totals.index  # a loop without hd.shard
     overall, worker_totals, summary = totals.sum(), totals.loc[workers].sum(), run.summary
     newest_step = steps.recent.groupby("rank")["step"].last()
     last = run.evaluations[-1] if run.evaluations else None
     samples = int(overall["samples"]) if summary is None else summary.samples
     spent_s = max(totals.loc[workers, "seconds"], default=0.0) if summary is None else summary.wall_s
     step = int(max(newest_step[newest_step.index.isin(workers)], default=0))
+    newest = summary or last  # with metrics
     epoch_samples = run.start.samples if run.start else None
     done, limits = _completed_fraction(run, samples, step, spent_s)
     active = newest_sums.loc[newest_sums.index.isin(workers)]
@@ -218,7 +220,7 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
     return RunView(
         name=name,
         folder=str(run.folder),
-        strategy=run.strategy,
+        strategy=visible(run.strategy),
         state=run.state,
         virtual=bool(run.start and run.start.virtual),
         ranks_n=run.start.ranks if run.start else summary.ranks if summary else len(totals),
@@ -230,13 +232,13 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
         left_s=spent_s * (1 / done - 1) if done and run.state in ACTIVE else None,
         limits=limits,
         loss=statistics.fmean(losses) if losses else None,
-        metrics=dict(summary.metrics if summary else last.metrics if last else {}),
+        metrics={visible(name): value for name, value in newest.metrics.items()} if newest else {},
         rate_now=0.0 if run.ended else float((active["samples"] / active["seconds"].clip(lower=1e-9)).sum()),
         rate_mean=samples / spent_s if spent_s > 0 else 0.0,
         staleness=summary.staleness.mean if summary else overall["staleness"] / max(1, overall["gradients"]),
         bytes_per_step=summary.bytes_per_step if summary else overall["bytes"] / max(1, worker_totals["records"]),
         waiting=worker_totals["waiting_s"] / max(1e-9, worker_totals["seconds"]),
-        notes=tuple(_notes(run, steps, int(overall["skipped"]))),
+        notes=tuple(map(visible, _notes(run, steps, int(overall["skipped"])))),
         loss_curve=_loss_curve(steps, workers) if curves else [],
         metric_curves=_metric_curves(run) if curves else {},
         usage=_usage(run.resources) if curves else {},
@@ -305,8 +307,9 @@ def _loss_curve(steps: Steps, workers: Sequence[int]) -> Curve:
 def _metric_curves(run: Run) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for evaluation in run.evaluations:
+        position = evaluation.step, evaluation.samples, evaluation.seconds
         for name, value in evaluation.metrics.items():
-            curves.setdefault(name, []).append(Moment(evaluation.step, evaluation.samples, evaluation.seconds, value))
+            curves.setdefault(visible(name), []).append(Moment(*position, value))
     return curves
 
 

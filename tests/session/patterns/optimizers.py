@@ -106,17 +106,6 @@ def state_of_a_plain_run_taken_up(run):
     return trained(run, model, run.optimizer(made[1], model), run.loader())
 
 
-@training(momentum=0.9, inexact=("easgd",))
-def deleted_and_made_anew(run, model, optimizer):
-    """A new optimiser for the same model after the first was finished."""
-    train(run, model, optimizer, run.loader(), epochs=1)
-    run.finish(model)
-    run.before = []
-    optimizer = run.optimizer(optim.Adam(model.parameters(), lr=0.01), model)
-    train(run, model, optimizer, run.loader(), epochs=1)
-    run.rates = []
-
-
 @training(ways=("joint", "many"), breaks="two optimisers have one parameter")
 def a_second_optimizer_while_the_first_is_there(run, model, optimizer):
     train(run, model, optimizer, run.loader(), epochs=1)

@@ -55,13 +55,10 @@ class UnknownNameError(ConfigError):
         super().__init__(f"{what} must be one of {', '.join(known)}; got {name!r}.{suggestion(name, known)}")
 
 
-def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ` Did you mean 'period'?` if a known name is close, ignoring case; else an empty text.
-
-    `cutoff`: smallest difflib ratio of close names, 1 for equal ones.
-    """
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'period'?` if a known name is close, ignoring case; else an empty text."""
     lower = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(name.lower(), lower, n=1)
     return f" Did you mean {lower[close[0]]!r}?" if close else ""
 
 

@@ -16,6 +16,7 @@ import pytest
 from harness.launch import IMPORTS, SETTINGS, find_mpirun, on_terminal, wait_until
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
+from hpcdist.tools.cli.init import FIRST_JOB
 from hpcdist.tools.mpirun import AS_ROOT, find_launcher, ranks_environment, start_script, without_block
 
 SCRIPT = """
@@ -179,6 +180,21 @@ def test_after_ctrl_c_a_loop_saves_and_says_how_it_continues(tmp_path, monkeypat
     assert left and left[2] == "hpcdist run -n 2 python leaves.py 7", text
     assert Path(f"saved/step-{int(left[1]):08}").is_dir()
     assert "prterun" not in text and "BAD TERMINATION" not in text
+
+
+@MPI
+def test_after_ctrl_c_a_job_saves_and_has_status_75(tmp_path, monkeypatch, environment, python):
+    monkeypatch.chdir(tmp_path)
+    Path("my_job.py").write_text(FIRST_JOB.read_text())
+    settings = ["--set", "epochs=100000", "--set", "leave.every_s=0.2", "--progress", "lines"]
+    words = [python, "-m", "hpcdist", "run", "-n", "2", python, "-m", "hpcdist", "train", "my_job.py", *settings]
+
+    def act(terminal, shown, is_running):
+        wait_until(lambda: b"test accuracy" in shown or not is_running())
+        os.write(terminal, b"\x03")
+
+    text, status = on_terminal(words, environment, act)
+    assert status == 75 and "(SIGUSR1 on rank " in text and "Resume with:\n  hpcdist run -n 2 " in text, text
 
 
 LEAVES = """

@@ -36,6 +36,7 @@ PLUGINS_BELOW = (
 ENVIRONMENT = {
     "tools/cli/": "the command line",
     "tools/completion.py": "the words that a shell asks to complete",
+    "tools/mpirun.py": "which processes that mpirun has started are ranks",
     "tools/compare/functions.py": "what the ranks that it starts inherit",
     "tools/slurm/": "what Slurm tells its jobs",
     "tools/doctor/": "what it examines",

@@ -14,4 +14,4 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
 
     @property
     def ranks(self) -> Any:  # type: ignore[override]
-        return SimpleNamespace(comm=communicator(), gradients=SimpleNamespace(weights_batches=False, weight=1.0))
+        return SimpleNamespace(comm=communicator(), weights_batches=False, gradients=SimpleNamespace(weight=1.0))

@@ -81,11 +81,12 @@ class Leaving:
             self._before = {number: signal.signal(number, self._record_signal) for number in self._signals}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-        if self._left is not None and self.comm.rank == self.comm.failures.alive[0]:
+        saved = kind in (None, SystemExit)
+        if self._left is not None and saved and self.comm.rank == self.comm.failures.alive[0]:
             command = shlex.join([*launch_command(os.environ, self.comm.size), "python", *sys.orig_argv[1:]])
             _log.info(f"{self._left}. Resume with:\n  {command}")
 

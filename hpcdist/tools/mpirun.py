@@ -99,6 +99,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str], filters_stdout:
     interrupts = count()
 
     def pass_on(number: int, _frame: object) -> None:
+        if child.poll() is not None:
+            return
         if number == signal.SIGINT and next(interrupts) == 0 and _ranks_listen(child.pid):
             number = signal.SIGUSR1
             os.write(2, ASKED)

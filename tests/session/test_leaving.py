@@ -160,6 +160,7 @@ def test_a_loop_that_left_goes_on_to_the_same_bits(tmp_path, strategy, step):
         script = REQUEUED.format(strategy=strategy, interrupted=interrupted, folder=str(tmp_path / "saved"), step=step)
         done = run(tmp_path, script, 3)
         assert done.returncode == status, done.stderr
+        assert ("hpcdist: left after step " in done.stderr) == (status == 75)
         return [line for line in done.stdout.splitlines() if line.startswith("found ")]
 
     (whole,) = ended(False, 0)

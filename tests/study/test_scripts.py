@@ -112,7 +112,7 @@ def test_a_file_that_defines_job_is_a_jobs_and_another_that_imports_hpcdist_a_sc
         (("compare", "no.py"), "job must be a Python file; got no.py, which does not exist"),
         (("compare", "neither.py"), "or a script that imports hpcdist; got neither.py, which is neither"),
         (("compare", "wrong.py"), "job must be a file of Python; got wrong.py: "),
-        (("compare", "train.py:fit"), "job must be a function of train.py; got 'fit'"),
+        (("compare", "train.py:fit"), "job must be defined in train.py, which has train; got 'fit'"),
         (("compare", "train.py", "--seeds", "2"), "ARGS must include seed, otherwise all runs would be"),
         (("compare", "train.py", "--", "{rate}"), "ARGS must be of seed, strategy, run; got rate"),
         (("compare", "train.py", "--", "--ckpt-dir=kept"), "got --ckpt-dir kept. Write --ckpt-dir {run}/checkpoints."),

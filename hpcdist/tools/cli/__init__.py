@@ -20,15 +20,15 @@ from typing import Annotated, Any
 import typer
 
 from hpcdist import __version__, log
-from hpcdist.comm.launch import LAUNCHERS
+from hpcdist.comm.launch import LAUNCHERS, task_or_none
 from hpcdist.errors import INTERRUPTED, LEFT, NO_SPACE, ConfigError, HpcdistError, OutputError
 from hpcdist.faults.reporter import SILENT_S, is_reporter
 from hpcdist.registry import catalogue
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import HELP, Group, prepare_help
+from hpcdist.tools.cli.base import HELP, CommandGroup, prepare_help
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # boxes and columns leave little room on narrow terminals
@@ -75,6 +75,8 @@ def _end_other_ranks_first(comm: Any) -> int:
     if not first:
         sys.stdout.flush()
         sys.stderr.flush()
+        if (task := task_or_none(os.environ)) is not None and "mpiexec" in task.launcher:
+            return 0  # MPICH's mpiexec would return 0 for all ranks after an exit without exit handlers
         os._exit(0)  # a normal exit takes seconds with torch on a busy node
     time.sleep(EXIT_WAIT_S)
     return LEFT

@@ -40,7 +40,7 @@ def prepare_help(command: Any) -> None:
         prepare_help(inner)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group whose error about an unknown command lists the known ones, unless one has a similar name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -60,7 +60,7 @@ def of_checkout(name: str, folder: str, meaning: str) -> typer.Typer:
     names.
     """
 
-    class Commands(Group):
+    class Commands(CommandGroup):
         def list_commands(self, ctx: Any) -> list[str]:
             self._import()
             return super().list_commands(ctx)

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Group, writable
+from hpcdist.tools.cli.base import CommandGroup, writable
 
 app = typer.Typer(
-    name="checkpoint", cls=Group, no_args_is_help=True, help="List a run's checkpoints; export the model of one."
+    name="checkpoint", cls=CommandGroup, no_args_is_help=True, help="List a run's checkpoints; export the model of one."
 )
 
 Run = Annotated[

@@ -9,10 +9,12 @@ import typer
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Group
+from hpcdist.tools.cli.base import CommandGroup
 from hpcdist.tools.options import Overrides
 
-app = typer.Typer(name="data", cls=Group, no_args_is_help=True, help="Data sets in HDF5, the files that jobs train on.")
+app = typer.Typer(
+    name="data", cls=CommandGroup, no_args_is_help=True, help="Data sets in HDF5, the files that jobs train on."
+)
 
 
 @app.command("import", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -16,12 +16,12 @@ import typer
 
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Group
+from hpcdist.tools.cli.base import CommandGroup
 
 if TYPE_CHECKING:
     from hpcdist.tools.runs.listing import ListedRun
 
-app = typer.Typer(name="runs", cls=Group, invoke_without_command=True)
+app = typer.Typer(name="runs", cls=CommandGroup, invoke_without_command=True)
 HOME = Path("runs")  # default folder of `hpcdist train`
 KEYS = ("job", "strategy", "ranks", "comparison")  # keys of --where; other keys are settings
 ORDERS = ("folder", "state", "job", "strategy", "ranks", "age", "time", "metric")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Group, writable
+from hpcdist.tools.cli.base import CommandGroup, writable
 from hpcdist.tools.options import Overrides
 
 if TYPE_CHECKING:  # its module imports pydantic
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # its module imports pydantic
 
 app = typer.Typer(
     name="slurm",
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     help="Batch jobs: write a batch script from a job's file, check it, submit it, follow it.",
 )

@@ -129,7 +129,7 @@ def groups(
             stem = file_name("-".join([label(name), *options]))
             result.append(ComparedGroup(title(strategy), "strategy", ranks, samples, settings, stem, strategy))
         for baseline in experiment.baselines:
-            result.append(ComparedGroup(baseline, "baseline", ranks, samples, (), baseline, baseline))
+            result.append(ComparedGroup(baseline, "baseline", ranks, samples, (), file_name(label(baseline)), baseline))
     if experiment.virtual is not None and experiment.controls and 1 not in experiment.ranks:  # reference for speedups
         samples, settings = batch_size * accumulation, ("strategy=allreduce", *whole_model)
         result.append(ComparedGroup("one rank", "serial", 1, samples, settings, "serial", "serial"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcdist.errors import DataError
-from hpcdist.records import Start, read_checked, replace_durably
+from hpcdist.records import read_checked, replace_durably
 from hpcdist.records.run import seconds_since
 from hpcdist.tools.runs.run import Outcome, Run
 
@@ -52,6 +52,8 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
         return ListedRun(str(folder), "damaged", "", "", 0, None, None, {}, [], comparison_path, {}, str(error))
     record, summary = run.record, run.summary
     state: ListedState = run.outcome or "running"
+    starts = [] if record is None else [record, *record.resumed]
+    known = [start for start in starts if start.ended is not None or state == "running"]  # not those that were killed
     newest, last = run.start or summary, summary or (run.evaluations[-1] if run.evaluations else None)
     return ListedRun(
         folder=str(folder),
@@ -60,17 +62,12 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
         strategy=run.strategy,
         ranks=0 if newest is None else newest.ranks,
         age_s=None if record is None else seconds_since(record.started),
-        time_s=None if record is None else sum(_seconds_of(start, state) for start in (record, *record.resumed)),
+        time_s=None if record is None else sum(start.took_s for start in known),
         metrics={} if last is None else last.metrics,
         tags=tags,
         comparison=comparison_path,
         settings=run.settings,
     )
-
-
-def _seconds_of(start: Start, state: ListedState) -> float:
-    """Return the seconds of a start; 0 if it was killed, because its end is unknown."""
-    return start.took_s if start.ended is not None or state == "running" else 0.0
 
 
 # --- tags -------------------------------------------------------------------------------------------------------------

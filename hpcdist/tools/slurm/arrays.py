@@ -43,7 +43,7 @@ def specify(
         )
     if isinstance(experiment, Comparison) and experiment.baselines:
         raise ConfigError(
-            f"--baselines must be omitted with --slurm, whose jobs run `hpcdist train`; got "
+            f"--baselines must be omitted with --slurm, whose arrays hold runs of strategies; got "
             f"{','.join(experiment.baselines)}. Compare with them inside one allocation, with --launcher."
         )
     for key in load({}, None, overrides):

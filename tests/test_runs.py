@@ -107,6 +107,11 @@ def test_of_a_run_that_was_just_killed_it_is_shown_what_is_known(hpcdist, tmp_pa
     )
     with locked(Path("it")):
         assert re.search(r"last sign of life: \d s ago\n", hpcdist("runs", "show", "it")[1])
+    Path("it/.lock").write_text(holder)
+    for file in Path("it").iterdir():
+        os.utime(file, (0, 0))
+    (found,) = listed(hpcdist, "--in", ".")
+    assert (found["state"], found["time_s"]) == ("dead", None)
 
 
 def test_names_are_whole_in_a_narrow_terminal_and_interrupted_runs_have_a_metric(hpcdist, made, monkeypatch):
@@ -204,6 +209,7 @@ def test_runs_are_removed_but_not_those_at_work(hpcdist, made):
         (["--state", "endd"], "--state must be one of .*Did you mean 'ended'"),
         (["--sort", "agee"], "--sort must be one of .*Did you mean 'age'"),
         (["--where", "ranks"], "--where must be KEY=VALUE; got 'ranks'"),
+        (["--where", "strtegy=a"], "--where must name a setting of a run; got 'strtegy'. Did you mean 'strategy'?"),
         (["--in", "nowhere"], "--in must be a folder with runs in it; got nowhere"),
         (["compare", "nothing"], "NAME must be the folder of a run, or its name in runs; got nothing"),
     ],

@@ -23,6 +23,13 @@ every = each("name", strategies.available())
 stepping = each("name", problem.stepping())
 
 
+def _exchanges(cls) -> bool:
+    """Whether all ranks' parameters come to depend on all ranks' samples, in a few steps or a period."""
+    contract = cls.contract
+    often = contract.synchronizes == "every step" or "period" in cls.Config.model_fields
+    return contract.synchronous and contract.averages != "nothing" and often
+
+
 def test_an_unknown_strategy_is_refused_with_the_known_ones():
     with pytest.raises(UnknownNameError, match="strategy must be one of adpsgd, allreduce, .*; got 'gosip'"):
         strategies.load("gosip")
@@ -36,7 +43,7 @@ def test_it_says_where_it_comes_from(name):
 
 @every
 def test_it_says_what_it_does_and_what_its_options_mean(name):
-    assert inspect.getdoc(strategies.load(name)), f"{name} has no docstring"
+    assert strategies.load(name).__doc__, "the class must have a docstring of its own: what a step does, and its bytes"
     for key, field in strategies.load(name).Config.model_fields.items():
         assert field.description, f"option {key} of {name} has no description"
 
@@ -67,8 +74,9 @@ def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit_and_sends_nothing(rank
     (run,) = ranks(lambda comm: problem.train(comm, name, options, optimizer=optimizer, samples=30))
     expected = problem.serial(1, optimizer=optimizer, samples=30)
     for params in (run.params, run.consensus):
-        assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
-    assert sum(record.bytes_sent for record in run.records) == 0
+        equal = all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+        assert equal, "on one rank the parameters must be those of the optimiser alone, to the bit"
+    assert sum(record.bytes_sent for record in run.records) == 0, "one rank must send nothing"
 
 
 @each("name", [n for n in problem.stepping() if "compression" in strategies.load(n).Config.model_fields])
@@ -96,6 +104,31 @@ def test_on_one_rank_nothing_is_compressed(ranks, name, compression):
 def test_it_learns(ranks, name):
     """On other numbers of ranks, in a loop: tests/session/test_session.py."""
     problem.learns(ranks, name, problem.PERIODS.get(name, {}), epochs=1, below=0.95)
+
+
+@each("name", [name for name in problem.stepping() if _exchanges(strategies.load(name))])
+@pytest.mark.sizes(3)
+def test_what_one_rank_trains_on_reaches_the_others(ranks, name):
+    """A strategy whose ranks synchronise: with other samples on the last rank all ranks get other parameters."""
+
+    def body(comm, shift):
+        module = problem.model()
+        local = problem.suited(name)(module.parameters(), lr=0.02)
+        period = {"period": 2} if "period" in strategies.load(name).Config.model_fields else {}
+        strategy = problem.make(comm, name, module, local, **period | problem.PERIODS.get(name, {}))
+        start = 8 * comm.rank + shift * (comm.rank == comm.size - 1)
+        batches = [range(start, start + 8)] * 12
+        loops.by_strategy(strategy, local, batches, lambda batch: problem.loss(module, batch).backward())
+        params = loops.vector(module)
+        strategy.close()
+        return params
+
+    first, second = (ranks(lambda comm, shift=shift: body(comm, shift)) for shift in (0, 100))
+    alone = [rank for rank, (a, b) in enumerate(zip(first, second, strict=True)) if torch.equal(a, b)]
+    assert not alone, (
+        "the contract says that ranks synchronise, so what one rank trains on must reach the others; other samples on "
+        f"rank {len(first) - 1} change nothing on rank {alone[0]}"
+    )
 
 
 @every

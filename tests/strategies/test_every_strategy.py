@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hpcdist as hd
 from harness import loops
 from harness.cases import each
+from harness.ranks import VirtualRanks
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, MismatchError, NonFiniteError, UnknownNameError
@@ -106,10 +108,8 @@ def test_it_learns(ranks, name):
     problem.learns(ranks, name, problem.PERIODS.get(name, {}), epochs=1, below=0.95)
 
 
-@each("name", [name for name in problem.stepping() if _exchanges(strategies.load(name))])
-@pytest.mark.sizes(3)
-def test_what_one_rank_trains_on_reaches_the_others(ranks, name):
-    """A strategy whose ranks synchronise: with other samples on the last rank all ranks get other parameters."""
+def _untouched(ranks, name) -> list[int]:
+    """The ranks whose parameters are the same, to the bit, after training with other samples on the last rank."""
 
     def body(comm, shift):
         module = problem.model()
@@ -123,12 +123,27 @@ def test_what_one_rank_trains_on_reaches_the_others(ranks, name):
         strategy.close()
         return params
 
-    first, second = (ranks(lambda comm, shift=shift: body(comm, shift)) for shift in (0, 100))
-    alone = [rank for rank, (a, b) in enumerate(zip(first, second, strict=True)) if torch.equal(a, b)]
-    assert not alone, (
+    first, second = (ranks(partial(body, shift=shift)) for shift in (0, 100))
+    return [rank for rank, (a, b) in enumerate(zip(first, second, strict=True)) if torch.equal(a, b)]
+
+
+@each("name", [name for name in problem.stepping() if _exchanges(strategies.load(name))])
+@pytest.mark.sizes(3)
+def test_what_one_rank_trains_on_reaches_the_others(ranks, name):
+    assert not (alone := _untouched(ranks, name)), (
         "the contract says that ranks synchronise, so what one rank trains on must reach the others; other samples on "
-        f"rank {len(first) - 1} change nothing on rank {alone[0]}"
+        f"rank {ranks.size - 1} change nothing on rank {alone[0]}"
     )
+
+
+def test_a_strategy_that_sends_nothing_is_found(tmp_path):
+    words = 'contract = Contract(averages="parameters", synchronizes="every step")'
+    advance = "advance = lambda self, update: self.gradients.step_alone(update)"
+    (tmp_path / "alone.py").write_text(
+        f"from hpcdist.strategies import Contract, Strategy\nclass Alone(Strategy):\n    {words}\n    {advance}\n"
+    )
+    spec = f"{tmp_path / 'alone.py'}:Alone"
+    assert _exchanges(strategies.load(spec)) and _untouched(VirtualRanks(3), spec) == [0, 1]
 
 
 @every

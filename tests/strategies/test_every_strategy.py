@@ -158,7 +158,9 @@ def test_every_gradient_is_recorded_once_with_its_staleness(ranks, name):
     workers = sum(run.is_worker for run in runs)
     full, rest = divmod(samples, workers * batch)
     gradients = sum(len(record.staleness) for run in runs for record in run.records)
-    assert gradients + sum(run.pending for run in runs) == epochs * (full * workers + -(-rest // batch))
+    assert gradients + sum(run.pending for run in runs) == epochs * (full * workers + -(-rest // batch)), (
+        "records must have a staleness for each gradient, once"
+    )
     for run in runs:
         assert [record.step for record in run.records] == sorted(record.step for record in run.records)
         assert all(min(record.staleness, default=0) >= 0 for record in run.records)
@@ -180,7 +182,8 @@ def test_all_ranks_start_from_rank_0(ranks, name):
 
     expected = FlatModel(problem.model()).params
     for params in ranks(body):
-        assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+        assert same, "once the strategy is built, all ranks must have rank 0's parameters"
 
 
 @every
@@ -220,10 +223,12 @@ def _with_nan(comm, name, on_nonfinite):
 @pytest.mark.sizes(1, 3)
 def test_a_nan_gradient_is_left_out_when_told_so(ranks, name):
     results = ranks(lambda comm: _with_nan(comm, name, "skip"))
-    assert all(torch.isfinite(p).all() for _, params in results for p in params)
+    assert all(torch.isfinite(p).all() for _, params in results for p in params), (
+        "with on_nonfinite='skip' no rank's NaN may reach the parameters"
+    )
     events = [record.event for record in results[-1][0]]
     where = f"skipped: NaN or infinite gradient at step 2, rank {len(results) - 1}: 0.bias"
-    assert events == [None, where, None]
+    assert events == [None, where, None], f"the record must tell of the skipped update; got {events}"
 
 
 @stepping

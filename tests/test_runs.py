@@ -204,6 +204,7 @@ def test_runs_are_removed_but_not_those_at_work(hpcdist, made):
         (["--state", "endd"], "--state must be one of .*Did you mean 'ended'"),
         (["--sort", "agee"], "--sort must be one of .*Did you mean 'age'"),
         (["--where", "ranks"], "--where must be KEY=VALUE; got 'ranks'"),
+        (["--where", "strtegy=a"], "--where must name a setting of a run; got 'strtegy'. Did you mean 'strategy'?"),
         (["--in", "nowhere"], "--in must be a folder with runs in it; got nowhere"),
         (["compare", "nothing"], "NAME must be the folder of a run, or its name in runs; got nothing"),
     ],

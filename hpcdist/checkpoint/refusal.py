@@ -41,6 +41,8 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T], rule: str = ""
 def _reason(failure: Exception) -> str:
     if isinstance(failure, HpcdistError):
         return str(failure)
+    if isinstance(failure, (FileExistsError, NotADirectoryError)):
+        return f"{failure.filename}, which is a file. Name a folder."
     if isinstance(failure, OSError):
         return f"{failure}. Is there space, and may you read and write there?"
     return f"{type(failure).__name__}: {failure}."

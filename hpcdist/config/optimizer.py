@@ -26,7 +26,7 @@ class OptimizerConfig(Named):
     """
 
     name: str = Field("SGD", description="class of torch.optim; its other options are keys beside the name")
-    lr: float | None = Field(None, ge=0, description="learning rate; none is torch's default for the optimizer")
+    lr: float | None = Field(None, ge=0, description="learning rate; none: the default of the optimizer in torch")
     scale: Literal["none", "linear", "sqrt"] = Field(
         "none",
         description="multiplies the rate by (batch of all workers / reference_batch), or by the square root of this",
@@ -38,7 +38,7 @@ class OptimizerConfig(Named):
         known = optimizers()
         if self.name not in known:
             raise UnknownNameError("optimizer.name", self.name, known)
-        check_options("optimizer", known[self.name], self.options)
+        check_options("optimizer", known[self.name], self)
         if (self.scale == "none") != (self.reference_batch is None):
             raise ConfigError(
                 f"optimizer.scale and optimizer.reference_batch must be given together; got {self.scale!r} and "
@@ -89,11 +89,11 @@ def subclasses(module: Any, base: type) -> dict[str, type]:
     }
 
 
-def check_options(where: str, algorithm: type, options: Iterable[str]) -> None:
-    """Raise ConfigError if an option is not a parameter of the class."""
-    reserved = ("params", "optimizer", "schedulers")  # parameters that the user does not give
-    known = [name for name in inspect.signature(algorithm).parameters if name not in reserved]
-    for option in options:
+def check_options(where: str, algorithm: type, config: Named) -> None:
+    """Raise ConfigError if an option in `config` is neither one of its fields nor a parameter of the class."""
+    reserved = {"params", "optimizer", "schedulers"}  # parameters that the user does not give
+    known = ({*inspect.signature(algorithm).parameters} | {*type(config).model_fields}) - reserved
+    for option in config.options:
         if option not in known:
             raise ConfigError(
                 f"{where} option must be one of {', '.join(sorted(known))} for {algorithm.__name__}; got {option!r}."
@@ -221,7 +221,7 @@ def _check(where: str, config: SchedulePart | ScheduleConfig) -> None:
             f"schedule.schedules must be given with {' and '.join(MADE_OF_OTHERS)}, and only there; got "
             f"{len(config.schedules) or 'none'} with {config.name}. Write a table [[schedule.schedules]] for each."
         )
-    check_options(where, known[config.name], config.options)
+    check_options(where, known[config.name], config)
 
 
 def _build(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError
@@ -16,7 +17,7 @@ from hpcdist.session.consensus import normal_tensors, prepare_collective
 from hpcdist.session.curves import first_alive
 from hpcdist.session.loader.sharded import ShardedLoader
 from hpcdist.session.resharding import SavedWorld
-from hpcdist.session.state import capture, compare_settings, require_same_model, restore, settings_of
+from hpcdist.session.state import capture, compare_settings, require_same_model, restore, schedule_options, settings_of
 from hpcdist.session.world import current
 
 
@@ -134,7 +135,7 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
     states, plain = raise_on_all_ranks(lambda: _read(objects, saved, same))
     for name, optimizer in objects.trained.items():
         restore(optimizer, states[name], raise_on_all_ranks)
-    raise_on_all_ranks(lambda: _load_others(objects, states))
+    raise_on_all_ranks(lambda: _load_others(objects, states, saved.path))
     return {"step": newest[1].step, **plain}  # never empty, so that it is true
 
 
@@ -168,9 +169,13 @@ def _read(objects: _Objects, saved: SavedWorld, same: bool) -> tuple[dict[str, A
     return states, {name: saved.rank(saved_rank).at("state", name) for name in plain_names}
 
 
-def _load_others(objects: _Objects, states: Mapping[str, Any]) -> None:
-    """Load the states of the objects that are no DistributedOptimizers."""
+def _load_others(objects: _Objects, states: Mapping[str, Any], path: Path) -> None:
+    """Load the states of the objects that are no DistributedOptimizers, and log which options of schedules differ."""
     for name, value in objects.others.items():
+        if isinstance(value, LRScheduler):
+            there, here = ({"schedule": schedule_options(value, state)} for state in (states[name], value.state_dict()))
+            prefix = "" if name == "schedule" else f"{name}: "
+            compare_settings(there, here, path, logs=current().comm.rank == 0, name=prefix)
         local_names = dict(_local_names(value)) if isinstance(value, nn.Module) else {}
         value.load_state_dict(
             {local_names.get(key, key): tensor for key, tensor in states[name].items()} if local_names else states[name]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hpcdist.comm.chunks import sum_and_norm
+from hpcdist.errors import ConfigError
 from hpcdist.session import rules
 from hpcdist.session.consistency import require_same_steps
 from hpcdist.session.optimizer import release
@@ -128,6 +129,8 @@ def _finish(model: nn.Module) -> None:
 def _optimizers_of(model: nn.Module) -> list[Any]:
     """Return the model's optimisers; collective for a finished model, whose parameters must be equal on all ranks."""
     session = current()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module; got {type(model).__name__}. Pass the model it trains.")
     optimizers = [o for o in session.optimizers if o.strategy.model.module is model]
     if not optimizers:
         norms = [f"{sum_and_norm(each.detach().reshape(-1))[1]:.6g}" for each in model.parameters()]

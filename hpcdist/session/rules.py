@@ -403,7 +403,7 @@ RULES = {
         lambda contract: contract.ranks == "some serve",
     ),
     "no distributed optimiser trains the model": _always(
-        "model must be trained by a DistributedOptimizer; got another one, or one that ranks have changed since "
-        "its end. Pass the module that DistributedOptimizer got."
+        "model must be trained by a DistributedOptimizer; got one that none trains, or one that ranks have changed "
+        "since its end. Pass the module that hpcdist.DistributedOptimizer(optimizer, model) got."
     ),
 }

@@ -43,6 +43,7 @@ from hpcdist.records import (
     making,
     now,
     read_records,
+    record_files,
     record_first_step,
     record_path,
     resources_path,
@@ -301,8 +302,15 @@ class LoopRun:
     def _open(self, step: int) -> RecordWriter:
         """Open this rank's records, after the first step of this start: before it, that step's number is unknown."""
         path, rank = record_path(self.folder, self._comm.rank), self._comm.rank
+        records = read_records(self.folder) if self._is_main and record_files(self.folder) else {}
+        if step == 1 and (former := max((each.step for each in records.get(rank, ())), default=0)):
+            _log.warning(
+                "%s was at step %d; it starts again at step 0, and its former steps no longer count. To continue it, "
+                "call hpcdist.load with a checkpoint before the first step; to keep it, name another folder.",
+                self.folder, former,
+            )  # fmt: skip
         if self._is_main and step > 1:
-            earlier = {of: [each for each in r if each.step < step] for of, r in read_records(self.folder).items()}
+            earlier = {of: [each for each in r if each.step < step] for of, r in records.items()}
             self._trained = sum(each.samples for of_rank in earlier.values() for each in of_rank)
             self._seconds = sum(each.seconds for each in earlier.get(rank, ()))
         if rank == 0 and step > 1:
@@ -328,11 +336,8 @@ class LoopRun:
             self._seconds += self._comm.now() - self._counted_s
             self._counted_s = self._comm.now()
 
-    def log_metrics(self, metrics: Mapping[str, Any]) -> None:
+    def log_metrics(self, values: dict[str, float]) -> None:
         """Write an evaluation, on the first worker; after `finish` to the summary too."""
-        if not isinstance(metrics, Mapping):
-            raise ConfigError(f"metrics must be numbers by their names; got {metrics!r}. Write {{'accuracy': 0.97}}.")
-        values = {name: _number(name, value) for name, value in metrics.items()}
         if self._writer is None and not self.has_ended:
             self._early.append(values)  # on all ranks: the first worker may not be known yet
         elif self._is_main and values:
@@ -408,6 +413,13 @@ def next_run(run: LoopRun | None, comm: Communicator, folder: Path, log: tuple[s
             "first."
         )
     return run
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Convert metrics to floats; raise ConfigError if they are none, or have bad names."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics must be numbers by their names; got {metrics!r}. Write {{'accuracy': 0.97}}.")
+    return {name: _number(name, value) for name, value in metrics.items()}
 
 
 def _number(name: object, value: Any) -> float:

@@ -7,6 +7,7 @@ optimiser's state, and the sharded values of its strategy.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from hpcdist.checkpoint import Slice, SlicePosition
 from hpcdist.config.merge import Changes, by_value, changes
@@ -301,6 +303,17 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
         "strategy": {"name": name_of(strategy), **by_value(strategy.config.model_dump())},
         "optimizer": {"name": type(optimizer).__name__, **by_value(optimizer.defaults)},
     }
+
+
+def schedule_options(schedule: LRScheduler, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the class of `schedule` that `state` has, and those of its inner schedules by number."""
+    arguments = set(inspect.signature(type(schedule)).parameters) - {"last_epoch", "schedulers"}
+    options: dict[str, Any] = {}
+    for key, value in state.items():
+        if key.lstrip("_") in arguments:  # MultiStepLR counts its milestones in a table
+            options[key.lstrip("_")] = list(value) if isinstance(value, Mapping) else value
+    inner = zip(getattr(schedule, "_schedulers", ()), state.get("_schedulers", ()), strict=False)
+    return options | {str(number): schedule_options(*each) for number, each in enumerate(inner)}
 
 
 def compare_settings(saved: Any, local: Mapping[str, Any], path: Path, *, logs: bool, name: str = "") -> None:

@@ -30,7 +30,7 @@ from hpcdist.parallel.grid import Grid
 from hpcdist.session import arguments, rules  # noqa: F401  (records DistributedDataParallel's models from now on)
 from hpcdist.session.curves import first_alive
 from hpcdist.session.misfit import misfit_hint
-from hpcdist.session.run import LoopRun, PlannedLoop, next_run, required_versions
+from hpcdist.session.run import LoopRun, PlannedLoop, next_run, numbers, required_versions
 
 if TYPE_CHECKING:  # it starts MPI, which importing this must not
     from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -158,7 +158,7 @@ def init(
     torch_distributed: bool | str = True,
     bind: bool = True,
     run: str | os.PathLike[str] | Literal[False] | None = None,
-    log: Sequence[str] = (),
+    log: Sequence[str] | None = (),
 ) -> Communicator:
     """Collective. Join the ranks that mpirun or srun started (one rank without them); safe to call again.
 
@@ -229,6 +229,7 @@ def init(
             atexit.register(end_timeline, session.joined)  # before this package's threads end
     if run not in (None, False) and not (isinstance(run, (str, os.PathLike)) and os.fspath(run).strip()):
         raise ConfigError(f"run must be the path of a folder, None or False; got {run!r}.")
+    log = () if log is None else log
     if isinstance(log, str) or (log and not run and session.planned is None and "HPCDIST_RUN" not in os.environ):
         raise ConfigError(
             f"log must be a list of names, given with run, whose folder stores the log files; got {log!r}. Write it as "
@@ -446,9 +447,9 @@ def log_metrics(metrics: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a value is not a number.
     """
-    session = current()
+    session, values = current(), numbers(metrics)
     if session.run is not None:
-        session.run.log_metrics(metrics)
+        session.run.log_metrics(values)
 
 
 def require_equal(comm: Communicator, values: Mapping[str, Any], what: str, ranks: Sequence[int] | None = None) -> None:

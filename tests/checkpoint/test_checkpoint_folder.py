@@ -9,6 +9,7 @@ from states import loaded, names, save_alone
 
 from hpcdist.checkpoint import folder as folders
 from hpcdist.checkpoint import latest
+from hpcdist.errors import CheckpointError
 
 
 def newest(folder):
@@ -72,3 +73,10 @@ def test_a_run_that_went_back_is_not_mistaken_for_its_former_future(tmp_path):
 def test_a_checkpoint_that_cannot_be_removed_is_told(tmp_path):
     with pytest.warns(UserWarning, match="gone could not be removed: .* Delete it by hand"):
         folders.discard(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("below", ["", "inner"])
+def test_a_file_is_no_folder(tmp_path, below):
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(CheckpointError, match="by all ranks; got .*mine.*, which is a file. Name a folder."):
+        save_alone(tmp_path / "mine" / below, 1, {})

@@ -13,6 +13,7 @@ import socket
 import struct
 import warnings
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -370,6 +371,40 @@ def test_other_settings_are_told_with_both_values(saved, caplog):
         "strategy.compression.name is 'dgc' here, and 'topk' in", ": continuing with this run's.",
     ):  # fmt: skip
         assert said in caplog.text
+
+
+def test_other_options_of_schedules_are_told_with_both_values(caplog, tmp_path):
+    """Not their counters; also of a schedule in a SequentialLR, and under another name."""
+    lr_scheduler = torch.optim.lr_scheduler
+
+    def of_two(optimizer, steps):
+        both = [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, steps)]
+        return lr_scheduler.SequentialLR(optimizer, both, milestones=[2])
+
+    def told(name, first, second):
+        caplog.clear()
+
+        def body(comm):
+            hd.init(comm=comm)
+            for build in (first, second):
+                parameter = torch.zeros(1, requires_grad=True)
+                schedule = build(torch.optim.SGD([parameter], lr=0.1))
+                hd.load(tmp_path / name, **{name: schedule})
+                schedule.optimizer.step()
+                schedule.step(*([0.5] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else ()))
+                hd.save(tmp_path / name, **{name: schedule})
+
+        run_virtual(body, 2)
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    (cosine,) = told("schedule", *(partial(lr_scheduler.CosineAnnealingLR, T_max=steps) for steps in (132, 220)))
+    assert cosine.startswith("schedule.T_max is 220 here, and 132 in ") and cosine.endswith("with the checkpoint's.")
+    (inner,) = told("twofold", partial(of_two, steps=8), partial(of_two, steps=9))
+    assert inner.startswith("twofold: schedule.1.T_max is 9 here, and 8 in ")
+    (milestones,) = told("steps", *(partial(lr_scheduler.MultiStepLR, milestones=each) for each in ([3], [3, 5])))
+    assert milestones.startswith("steps: schedule.milestones is [3, 5] here, and [3] in ")
+    assert told("same", *[partial(of_two, steps=8)] * 2) == []
+    assert told("plateau", *[lr_scheduler.ReduceLROnPlateau] * 2) == []
 
 
 def test_other_data_is_told(caplog):

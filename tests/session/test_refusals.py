@@ -155,7 +155,8 @@ REFUSED = {
     "each parameter must be in one DistributedOptimizer; got 'bias' in two": (
         lambda model, optimizer: (made(optimizer, model), made(torch.optim.SGD([model.bias], lr=0.1), model))
     ),
-    "model must be trained by a DistributedOptimizer; got another one, or one that ranks have": (
+    "model must be a torch.nn.Module; got SGD. Pass the model": lambda model, optimizer: hd.finish(optimizer),
+    "model must be trained by a DistributedOptimizer; got one that none trains, or one that ranks have": (
         lambda model, optimizer: (made(optimizer, model), hd.finish(model), hd.finish(nn.Linear(2, 1)))
     ),
     "loader must be a torch DataLoader, whose samples hpcdist.shard splits .*; got list. .* or pass split=False": (

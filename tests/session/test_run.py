@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,10 @@ def test_loggers_write_a_loop_s_figures(tmp_path, monkeypatch):
     assert "train/samples_per_second" in next(line for line in lines if line[0] == "20")
 
 
+def test_no_loggers_may_be_none(tmp_path):
+    run_virtual(lambda comm: hd.init(comm=comm, run=tmp_path, log=None), 1)
+
+
 def test_loggers_need_a_run():
     def body(comm, **given):
         with pytest.raises(ConfigError, match="log must be a list of names, given with run, whose folder stores"):
@@ -121,9 +126,10 @@ def test_loggers_need_a_run():
     run_virtual(lambda comm: body(comm, run="mine", log="tensorboard"), 1)
 
 
-def test_metrics_that_are_no_numbers_are_refused(tmp_path):
+@each("has_run", [True, False])
+def test_metrics_that_are_no_numbers_are_refused(has_run, tmp_path):
     def body(comm):
-        hd.init(comm=comm, run=tmp_path)
+        hd.init(comm=comm, run=tmp_path if has_run else None)
         for wrong in ("much", None, torch.ones(2)):
             with pytest.raises(ConfigError, match="metrics must be numbers by their names; got .* for 'accuracy'"):
                 hd.log_metrics({"accuracy": wrong})
@@ -151,7 +157,16 @@ def test_a_run_is_a_folder(wrong):
     run_virtual(body, 1)
 
 
-def test_metrics_before_the_first_step_are_of_the_step_that_the_run_goes_on_from(tmp_path):
+def test_a_run_that_starts_again_without_its_checkpoint_is_told(tmp_path, caplog):
+    started(tmp_path, "allreduce")
+    (tmp_path / "summary.json").unlink()
+    assert "starts again" not in caplog.text
+    started(tmp_path, "allreduce")
+    told = [record.getMessage() for record in caplog.records if "starts again" in record.getMessage()]
+    assert len(told) == 1 and told[0].startswith(f"{tmp_path} was at step 21; it starts again at step 0")
+
+
+def test_metrics_before_the_first_step_are_of_the_step_that_the_run_goes_on_from(tmp_path, caplog):
     """A second start may log before it has loaded its checkpoint."""
 
     def body(comm, first):
@@ -172,6 +187,28 @@ def test_metrics_before_the_first_step_are_of_the_step_that_the_run_goes_on_from
     run_virtual(lambda comm: body(comm, 7), 2)
     found = [(one.step, one.samples, one.metrics["loss"]) for one in read_evaluations(tmp_path)]
     assert found == [(0, 0, 9), (7, N, 1), (7, N, 9), (14, 2 * N, 1)]
+    assert "starts again" not in caplog.text
+
+
+def test_a_new_folder_may_start_with_a_later_step(tmp_path):
+    """As a run does that loads a checkpoint of another one."""
+
+    def body(comm, folder):
+        hd.init(comm=comm, run=tmp_path / folder)
+        model = torch.nn.Linear(2, 1)
+        optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model)
+        found = hd.load(tmp_path / "saved", optimizer=optimizer)
+        for x in hd.shard(DataLoader(torch.ones(N, 2), BATCH)):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        hd.save(tmp_path / "saved", optimizer=optimizer)
+        hd.finish(model)
+        return found and found["step"]
+
+    found = [run_virtual(partial(body, folder=folder), 2)[0] for folder in ("first", "second")]
+    assert found == [None, 7]
+    assert min(each.step for each in read_records(tmp_path / "second")[0]) == 8
 
 
 def test_metrics_before_the_optimiser_are_written_once_where_rank_0_serves(tmp_path):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.errors import ConfigError, UnknownNameError, suggestion
 from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import CommandGroup
 
@@ -178,15 +178,24 @@ def _find(name: str) -> Path:
 
 
 def select_runs(folders: Sequence[Path], where: Iterable[str] | None, tags: Iterable[str] | None) -> list[ListedRun]:
-    """Return the runs in folders that match --where and --tag; raise ConfigError if a condition is not KEY=VALUE."""
+    """Return the runs in folders that match --where and --tag.
+
+    Raises:
+        ConfigError: a condition is not KEY=VALUE, or no run has such a setting.
+    """
     from hpcdist.tools.runs import find_runs
     from hpcdist.tools.runs.listing import read_listed
 
     conditions = [_condition(text) for text in where or ()]
+    runs = [read_listed(run, comparison) for run, comparison in find_runs(folders).items()]
+    for key, _ in conditions if runs else ():
+        if key not in KEYS and all(_setting(run, key) is None for run in runs):
+            known = {*KEYS, *(name for run in runs for name in run.settings)}
+            raise ConfigError(f"--where must name a setting of a run; got {key!r}.{suggestion(key, known)}")
     return [
-        listed
-        for listed in (read_listed(run, comparison) for run, comparison in find_runs(folders).items())
-        if set(tags or ()) <= set(listed.tags) and all(_matches(listed, key, value) for key, value in conditions)
+        run
+        for run in runs
+        if set(tags or ()) <= set(run.tags) and all(_matches(run, key, value) for key, value in conditions)
     ]
 
 
@@ -201,12 +210,18 @@ def _matches(run: ListedRun, key: str, value: str) -> bool:
     """Return whether a run's column or setting `key` has this value; 0.1 and 1e-1 are equal, as numbers."""
     if key == "comparison":
         return run.comparison is not None and value in (run.comparison, Path(run.comparison).name)
-    actual: Any = run.settings if key not in KEYS else {key: getattr(run, key)}
-    for part in key.split("."):
-        actual = actual.get(part) if isinstance(actual, dict) else None
+    actual: Any = getattr(run, key) if key in KEYS else _setting(run, key)
     with suppress(TypeError, ValueError):
         return float(actual) == float(value)
     return str(actual).lower() == value.lower()
+
+
+def _setting(run: ListedRun, key: str) -> Any:
+    """Return a run's setting by its dotted key; None without it."""
+    value: Any = run.settings
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _metric(run: ListedRun) -> tuple[str, float] | None:

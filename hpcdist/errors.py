@@ -131,7 +131,8 @@ def place(error: BaseException) -> str:
     not_users = (os.path.dirname(__file__) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         installed = "site-packages" in frame.filename or "dist-packages" in frame.filename
-        if not installed and not frame.filename.startswith(not_users):
+        generated = (frame.filename, frame.name) == ("<string>", "__init__")  # by dataclasses
+        if not installed and not generated and not frame.filename.startswith(not_users):
             return f" ({frame.filename}:{frame.lineno})"
     return ""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -22,8 +23,9 @@ from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, HpcdistError
+from hpcdist.strategies.synchronous.own_step import OwnStep
 from hpcdist.tools.cli import launched_rank
-from hpcdist.tools.mpirun import find_launcher, ranks_environment
+from hpcdist.tools.mpirun import find_launcher, ranks_environment, without_block
 from strategies import problem
 
 HERE = Path(__file__).parent
@@ -33,6 +35,10 @@ FILES = (
 )  # fmt: skip
 REAL = "strategies/test_real_equals_virtual.py"
 RANKS = 2
+AVERAGES_BY_HAND = (
+    "averaging gradients takes more than a sum: weights of uneven batches, clipping after the average, an agreement\n"
+    "        about NaN. OwnStep has all of it, see docs/tutorials/new-strategy.md, 'A step of its own'."
+)
 
 
 class Results:
@@ -61,8 +67,9 @@ class Results:
         report = yield
         check = item.nodeid.partition("[")[0]
         if report.failed:
-            case = item.name.partition("[")[2].removesuffix("]").replace(str(self._file), self._file.name)
-            self._why.setdefault(check, (self._sentence(call.excinfo), f" ({case})" * bool(case)))
+            size = re.search(r"[\[-]n(\d+)[\]-]", item.name)
+            on = f" (on {size[1]} rank{'s' * (size[1] != '1')})" if size else ""
+            self._why.setdefault(check, (*self._sentence(call.excinfo), on))
         if report.when == "teardown":
             self._left[check] -= 1
             if not self._left[check]:
@@ -76,10 +83,11 @@ class Results:
         if why is None:
             self._line(f"passed  {name}")
         else:
-            same = self._told.setdefault(why[0], [])
+            text, place, on = why
+            same = self._told.setdefault(place or text, [])
             same.append(name)
             if len(same) == 1:
-                self._line(f"FAILED  {name}\n        {''.join(why)}")
+                self._line(f"FAILED  {name}\n        {text}{place}{on}")
 
     def pytest_sessionfinish(self) -> None:
         for same in self._told.values():
@@ -90,21 +98,25 @@ class Results:
         if launched_rank() == 0:
             print(text, file=self._out, flush=True)
 
-    def _sentence(self, excinfo: pytest.ExceptionInfo) -> str:
-        """The error's first line, and where in the author's file it comes from."""
+    def _sentence(self, excinfo: pytest.ExceptionInfo) -> tuple[str, str]:
+        """The error's first line, and where in the author's file it comes from: one mistake."""
         error = excinfo.value
         while isinstance(error, AssertionError) and error.__cause__ is not None:  # of a case in a loop of cases
             error = error.__cause__
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if Path(frame.filename) == self._file]
         text = (str(error).strip().splitlines() or [""])[0]
+        messages = re.search(r"Expected regex: (.*)\n  Actual message: (.*)", str(error))
+        if messages:  # of pytest.raises
+            text = f"the error must say {messages[1]}; it says {messages[2]}"
         if text.startswith("assert "):  # without a message: the condition, and where it stands
-            at = frames[-1]
+            at = next(frame for frame in reversed(frames) if Path(frame.filename).is_relative_to(HERE))
             condition = (at.line or "").removeprefix("assert ").partition("  #")[0]
-            text = f"it must hold that {condition} ({Path(at.filename).name}:{at.lineno}); it does not"
+            where = f"tests/{Path(at.filename).relative_to(HERE)}:{at.lineno}"
+            text = f"it must hold that {condition}; it does not, see {where}"
         kind = "" if isinstance(error, (HpcdistError, AssertionError)) else type(error).__name__
         place = f" [{self._file.name}:{lines[-1]}]" if lines else ""
-        return ": ".join(filter(None, [kind, text])) + place
+        return ": ".join(filter(None, [kind, text])), place
 
 
 def _last_line(text: str) -> str:
@@ -149,10 +161,15 @@ def main(spec: str, real: bool) -> int:
     try:
         command = [*find_launcher(None, os.environ.get("PATH", "")), str(RANKS), sys.executable, __file__, spec, "real"]
         environment = ranks_environment(os.environ, 1, crowded=True, bound=False)
-        failed_there = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL).returncode != 0
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        sys.stderr.write(without_block(done.stderr, explained=True).decode(errors="replace"))
+        failed_there = done.returncode != 0
         passed, failed = passed + (not failed_there), failed + failed_there
     except ConfigError as error:
         print(f"left out  the same steps on real ranks: {error}")
+    cls = strategies.load(spec)
+    if failed and cls.contract.replicates and not issubclass(cls, (OwnStep, strategies.load("allreduce"))):
+        print(f"note    {AVERAGES_BY_HAND}")
     print(f"{passed} checks passed, {failed} failed")
     return int(failed > 0)
 
@@ -162,4 +179,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(*sys.argv[1:2] or [""], sys.argv[2:] == ["real"]))
     except HpcdistError as error:
-        sys.exit(f"hpcdist: {error}")
+        sys.exit(f"hpcdist: error: {error}")

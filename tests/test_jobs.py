@@ -63,7 +63,8 @@ def test_a_job_learns_and_its_summary_is_whole(name, strategy, tmp_path, capsys)
     assert summary.samples == EPOCHS * TRAIN_SAMPLES[name]
     assert summary.metrics["loss"] > 0
     if name == "digits":
-        assert summary.metrics["accuracy"] > 0.85
+        accuracy = summary.metrics["accuracy"]
+        assert accuracy > 0.85, f"the accuracy on digits must be above 0.85 after {EPOCHS} epochs; got {accuracy:.3f}"
     else:
         assert summary.metrics["rmse"] < 4.9, "the deviation of the targets: better than their mean"
     histogram = summary.staleness.histogram

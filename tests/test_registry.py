@@ -332,6 +332,7 @@ def test_a_file_holds_a_plugin_of_each_kind(folder, name):
         ("mine.py:_Shared", "mine.py:_Shared must define the abstract methods of Strategy; got no advance. Add it."),
         ("wrong.py:Alone", r"strategy must be in a file that can be imported; got SyntaxError: .*wrong.py, line 1\)"),
         ("untyped.py:Alone", r"got PydanticUserError: .*: `interval = 1`.* type annotation.*untyped.py:11\), from"),
+        ("worded.py:Alone", r"averages of a Contract must be one of .*; got 'params'.* \(.*/worded\.py:\d+\)$"),
         ("alone", "strategy must be one of adpsgd, .*zero_one_adam; got 'alone'"),
     ],
 )
@@ -341,6 +342,7 @@ def test_a_file_that_holds_none(folder, case):
     (folder / "two.py").write_text(f"{ALONE}\nclass Lonely(Alone):\n    pass\n")
     (folder / "wide.py").write_text("from mine import Alone as Other\n\nclass Wide:\n    pass\n")
     (folder / "wrong.py").write_text("class:\n")
+    (folder / "worded.py").write_text(f"{ALONE}\nOTHER = Contract(averages='params', synchronizes='never')\n")
     option = "class Alone(_Shared):\n    class Config(Strategy.Config):\n        interval = 1\n"
     (folder / "untyped.py").write_text(ALONE.replace("class Alone(_Shared):\n", option))
     with pytest.raises(ConfigError, match=message):

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, NoReturn, TypeGuard
 
 from hpcdist import log
-from hpcdist.errors import ConfigError, suggestion
+from hpcdist.errors import ConfigError, place, suggestion
 
 _neighbours: dict[str, tuple[ModuleType, Path]] = {}  # imported neighbours by name, each with its folder
 _loaded: dict[Path, tuple[ModuleType, int]] = {}  # by file: the module, and the file's checksum when it ran
@@ -114,7 +114,10 @@ def load_file(path: Path) -> ModuleType:
     checksum = _checksum(path)
     advice = 'Put what only a script does under `if __name__ == "__main__":`.'
     with neighbours(path), not_ending(path, "while it is imported", advice):
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ConfigError as error:  # of a declaration, such as a strategy's contract
+            raise ConfigError(f"{error}{place(error)}") from error
     _loaded[path.resolve()] = module, checksum
     return module
 

@@ -156,7 +156,7 @@ def test_on_another_number_of_ranks_it_goes_on_from_what_they_stood_for(ranks, p
     saved = ranks(saving)
     loaded = run_virtual(loading, size)
     for started, (last, own), ended in loaded:
-        assert difference(started, saved[0][0]) <= 1e-12
+        assert difference(started, saved[0][0]) <= 1e-12, "resumed, parameters must be the consensus of those saved"
         assert last == own == saved[0][1]
         assert difference(ended, loaded[0][2]) == 0.0 and all(t.isfinite().all() for t in ended.values())
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import hpcdist as hd
 from harness.cases import each
 from harness.ranks import VirtualRanks
+from hpcdist.strategies import Contract, Strategy
 from strategies import problem
 
 RANKS = 3
@@ -80,6 +81,23 @@ def test_nothing_is_said_where_batches_differ_or_it_is_meant(case, strategy):
 def test_gradients_are_compared_before_they_are_averaged(options):
     assert len(told(loop("allreduce", **options))) == 1
     assert told(loop("allreduce", **SILENT["samples of its own"], **options)) == []
+
+
+class ByHand(Strategy):
+    """Averages gradients in place before anything of the library reads them."""
+
+    contract = Contract(averages="gradients", synchronizes="every step")
+
+    def advance(self, update):
+        for grads in self.model.grads:
+            self.comm.allreduce(grads)
+        return self.gradients.step_alone(update)
+
+
+def test_gradients_that_a_users_strategy_averages_in_place_are_compared_before():
+    by_hand = f"{__file__}:ByHand"
+    assert len(told(loop(by_hand, batches=split))) == 1
+    assert told(loop(by_hand, **SILENT["samples of its own"])) == []
 
 
 def test_two_optimizers_and_lbfgs_warn_once():

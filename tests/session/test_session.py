@@ -66,12 +66,12 @@ def test_the_same_loop_runs_every_strategy_and_sees_each_sample_once(ranks, name
         assert raise_on_all_ranks == list(range(N)), "not every sample exactly once"
     orders = [[i for seen, *_ in found for i in seen[epoch]] for epoch in range(3)]
     assert orders[0] != orders[1] != orders[2], "epochs are shuffled alike"
-    assert all(torch.equal(params, found[0][1]) for _, params, *_ in found)
+    assert all(torch.equal(params, found[0][1]) for _, params, *_ in found), "consensus must be the same on all ranks"
     torch.manual_seed(0)
     start = FlatModel(torch.nn.Linear(5, 1)).params[0]
     answer = torch.tensor([1.0] * 5 + [0.0])
     nearer = 1 if ranks.real else 0.6  # a real rank may be done before others begin, and have averaged with their start
-    assert (found[0][1] - answer).norm() < nearer * (start - answer).norm()
+    assert (found[0][1] - answer).norm() < nearer * (start - answer).norm(), "training must come nearer to the solution"
     assert len({length for *_, length, _ in found}) == 1 and all(length == steps for *_, length, steps in found)
 
 

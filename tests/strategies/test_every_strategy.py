@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hpcdist as hd
 from harness import loops
 from harness.cases import each
+from harness.ranks import VirtualRanks
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, MismatchError, NonFiniteError, UnknownNameError
@@ -21,6 +23,13 @@ from strategies import problem
 pytestmark = pytest.mark.computes
 every = each("name", strategies.available())
 stepping = each("name", problem.stepping())
+
+
+def _exchanges(cls) -> bool:
+    """Whether all ranks' parameters come to depend on all ranks' samples, in a few steps or a period."""
+    contract = cls.contract
+    often = contract.synchronizes == "every step" or "period" in cls.Config.model_fields
+    return contract.synchronous and contract.averages != "nothing" and often
 
 
 def test_an_unknown_strategy_is_refused_with_the_known_ones():
@@ -36,7 +45,7 @@ def test_it_says_where_it_comes_from(name):
 
 @every
 def test_it_says_what_it_does_and_what_its_options_mean(name):
-    assert inspect.getdoc(strategies.load(name)), f"{name} has no docstring"
+    assert strategies.load(name).__doc__, "the class must have a docstring of its own: what a step does, and its bytes"
     for key, field in strategies.load(name).Config.model_fields.items():
         assert field.description, f"option {key} of {name} has no description"
 
@@ -67,8 +76,9 @@ def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit_and_sends_nothing(rank
     (run,) = ranks(lambda comm: problem.train(comm, name, options, optimizer=optimizer, samples=30))
     expected = problem.serial(1, optimizer=optimizer, samples=30)
     for params in (run.params, run.consensus):
-        assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
-    assert sum(record.bytes_sent for record in run.records) == 0
+        equal = all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+        assert equal, "on one rank the parameters must be those of the optimiser alone, to the bit"
+    assert sum(record.bytes_sent for record in run.records) == 0, "one rank must send nothing"
 
 
 @each("name", [n for n in problem.stepping() if "compression" in strategies.load(n).Config.model_fields])
@@ -98,6 +108,44 @@ def test_it_learns(ranks, name):
     problem.learns(ranks, name, problem.PERIODS.get(name, {}), epochs=1, below=0.95)
 
 
+def _untouched(ranks, name) -> list[int]:
+    """The ranks whose parameters are the same, to the bit, after training with other samples on the last rank."""
+
+    def body(comm, shift):
+        module = problem.model()
+        local = problem.suited(name)(module.parameters(), lr=0.02)
+        period = {"period": 2} if "period" in strategies.load(name).Config.model_fields else {}
+        strategy = problem.make(comm, name, module, local, **period | problem.PERIODS.get(name, {}))
+        start = 8 * comm.rank + shift * (comm.rank == comm.size - 1)
+        batches = [range(start, start + 8)] * 12
+        loops.by_strategy(strategy, local, batches, lambda batch: problem.loss(module, batch).backward())
+        params = loops.vector(module)
+        strategy.close()
+        return params
+
+    first, second = (ranks(partial(body, shift=shift)) for shift in (0, 100))
+    return [rank for rank, (a, b) in enumerate(zip(first, second, strict=True)) if torch.equal(a, b)]
+
+
+@each("name", [name for name in problem.stepping() if _exchanges(strategies.load(name))])
+@pytest.mark.sizes(3)
+def test_what_one_rank_trains_on_reaches_the_others(ranks, name):
+    assert not (alone := _untouched(ranks, name)), (
+        "the contract says that ranks synchronise, so what one rank trains on must reach the others; other samples on "
+        f"rank {ranks.size - 1} change nothing on rank {alone[0]}"
+    )
+
+
+def test_a_strategy_that_sends_nothing_is_found(tmp_path):
+    words = 'contract = Contract(averages="parameters", synchronizes="every step")'
+    advance = "advance = lambda self, update: self.gradients.step_alone(update)"
+    (tmp_path / "alone.py").write_text(
+        f"from hpcdist.strategies import Contract, Strategy\nclass Alone(Strategy):\n    {words}\n    {advance}\n"
+    )
+    spec = f"{tmp_path / 'alone.py'}:Alone"
+    assert _exchanges(strategies.load(spec)) and _untouched(VirtualRanks(3), spec) == [0, 1]
+
+
 @every
 @pytest.mark.sizes(1, 4)
 def test_every_gradient_is_recorded_once_with_its_staleness(ranks, name):
@@ -110,7 +158,9 @@ def test_every_gradient_is_recorded_once_with_its_staleness(ranks, name):
     workers = sum(run.is_worker for run in runs)
     full, rest = divmod(samples, workers * batch)
     gradients = sum(len(record.staleness) for run in runs for record in run.records)
-    assert gradients + sum(run.pending for run in runs) == epochs * (full * workers + -(-rest // batch))
+    assert gradients + sum(run.pending for run in runs) == epochs * (full * workers + -(-rest // batch)), (
+        "records must have a staleness for each gradient, once"
+    )
     for run in runs:
         assert [record.step for record in run.records] == sorted(record.step for record in run.records)
         assert all(min(record.staleness, default=0) >= 0 for record in run.records)
@@ -132,7 +182,8 @@ def test_all_ranks_start_from_rank_0(ranks, name):
 
     expected = FlatModel(problem.model()).params
     for params in ranks(body):
-        assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+        assert same, "once the strategy is built, all ranks must have rank 0's parameters"
 
 
 @every
@@ -172,10 +223,12 @@ def _with_nan(comm, name, on_nonfinite):
 @pytest.mark.sizes(1, 3)
 def test_a_nan_gradient_is_left_out_when_told_so(ranks, name):
     results = ranks(lambda comm: _with_nan(comm, name, "skip"))
-    assert all(torch.isfinite(p).all() for _, params in results for p in params)
+    assert all(torch.isfinite(p).all() for _, params in results for p in params), (
+        "with on_nonfinite='skip' no rank's NaN may reach the parameters"
+    )
     events = [record.event for record in results[-1][0]]
     where = f"skipped: NaN or infinite gradient at step 2, rank {len(results) - 1}: 0.bias"
-    assert events == [None, where, None]
+    assert events == [None, where, None], f"the record must tell of the skipped update; got {events}"
 
 
 @stepping

@@ -60,6 +60,6 @@ def test_a_strategy_takes_the_same_steps_on_real_and_on_virtual_ranks(ranks, nam
     for rank, (found, expected) in enumerate(ranks(body)):
         for where, own in found.items():
             place = f"rank {rank}, {where}"
-            assert own[2:] == expected[2:], place
+            assert own[2:] == expected[2:], f"{place}: records must be those of virtual ranks"
             for i, what in enumerate(("parameters", "consensus")):
                 assert own[i] == pytest.approx(expected[i], rel=0, abs=ROUNDING), f"{what} of {place}"

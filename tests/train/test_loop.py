@@ -161,7 +161,8 @@ def test_every_strategy_resumes_on_other_ranks_and_its_summary_tells_what_the_ru
     (summary, n_samples), *others = run_virtual(body, after, compute=Constant(0.01))
     assert all(other == summary for other, _ in others) and load_summary(tmp_path / "run") == summary
     assert (summary.strategy, summary.ranks, summary.seed) == (name, after, 11)
-    assert summary.metrics["accuracy"] > 0.3  # of ten classes, after few steps
+    accuracy = summary.metrics["accuracy"]
+    assert accuracy > 0.3, f"resumed, accuracy on ten classes must be above 0.3; got {accuracy:.3f}"
     assert summary.wall_s > 0 and summary.seconds.computing > 0 and summary.bytes_per_step > 0
     if name in problem.stepping():
         assert len(seen) == 2 * n_samples - position["consumed"] - position["epoch"] * n_samples

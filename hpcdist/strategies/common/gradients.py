@@ -45,15 +45,19 @@ class LocalGradients:
     ):
         self.clip_norm, self.policy = clip_norm, policy
         self._comm, self._model, self._stages = comm, model, stages
-        self.start(1, False, changed=False)
         self.checksums: list[int] | None = None
         self.used = torch.zeros(len(model.slots), dtype=torch.bool)
         self._step_checksums: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
+        self.start(1, False, changed=False)
 
     def start(self, step: int, skips: bool, *, changed: bool) -> None:
         """Start step number `step`; with `skips` a non-finite gradient skips its update, whatever the policy is."""
         self._step, self._skips, self.changed = step, skips or self.policy == "skip", changed
         self.ignores_nonfinite = self.policy == "ignore" and not skips
+        if self.checksums is not None and len(self.checksums) < FIRST_STEPS and not self._step_checksums:
+            own = [slot.tensor.grad for slot in self._model.slots]  # `advance` may average them in place
+            dense = [grad for grad in own if grad is not None and grad.layout == torch.strided]
+            self._step_checksums.append(functools.reduce(_checksum, dense, 0))
 
     def nonfinite(self, bucket: Bucket | None = None, *, again: bool = False) -> list[str]:
         """Return the names of the parameters whose gradient contains NaN or infinity; empty if these are ignored.

@@ -85,6 +85,23 @@ def test_a_script_runs_on_ranks_with_its_arguments(started):
 
 
 @needs_mpirun
+def test_a_script_whose_ranks_would_train_alone_is_told_once(started, tmp_path):
+    (tmp_path / "helper.py").write_text("")
+    said = "hpcdist: plain.py does not import hpcdist: each of the 2 ranks runs all of it, and trains a"
+    for script, ranks, is_told in (
+        ("import sys, torch.nn", 2, True),
+        ("from torch import nn", 1, False),
+        ("import torch, hpcdist", 2, False),
+        ("import torch.distributed as dist", 2, False),
+        ("import torch, helper", 2, False),
+        ("import sys", 2, False),
+        ("import torch\nfrom else", 2, False),
+    ):
+        (tmp_path / "plain.py").write_text(f"import sys\nsys.exit()\n{script}\n")
+        assert started("-n", str(ranks), "plain.py").stderr.count(said) == is_told, script
+
+
+@needs_mpirun
 def test_its_exit_status_is_that_of_the_first_rank_that_fails(started):
     done = started("-n", "2", "--label", "--hosts", "localhost:2", "my.py", "fail")
     assert done.returncode == 5

@@ -107,6 +107,11 @@ def test_of_a_run_that_was_just_killed_it_is_shown_what_is_known(hpcdist, tmp_pa
     )
     with locked(Path("it")):
         assert re.search(r"last sign of life: \d s ago\n", hpcdist("runs", "show", "it")[1])
+    Path("it/.lock").write_text(holder)
+    for file in Path("it").iterdir():
+        os.utime(file, (0, 0))
+    (found,) = listed(hpcdist, "--in", ".")
+    assert (found["state"], found["time_s"]) == ("dead", None)
 
 
 def test_names_are_whole_in_a_narrow_terminal_and_interrupted_runs_have_a_metric(hpcdist, made, monkeypatch):

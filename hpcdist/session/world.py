@@ -229,7 +229,6 @@ def init(
             atexit.register(end_timeline, session.joined)  # before this package's threads end
     if run not in (None, False) and not (isinstance(run, (str, os.PathLike)) and os.fspath(run).strip()):
         raise ConfigError(f"run must be the path of a folder, None or False; got {run!r}.")
-    log = () if log is None else log
     if isinstance(log, str) or (log and not run and session.planned is None and "HPCDIST_RUN" not in os.environ):
         raise ConfigError(
             f"log must be a list of names, given with run, whose folder stores the log files; got {log!r}. Write it as "
@@ -238,11 +237,11 @@ def init(
     if (plan := session.planned) is not None:
         if run is not None and session.comm.rank == 0:
             _log.info(f"hpcdist.init(run={str(run)!r}) has no effect here: the run belongs to a comparison or a sweep")
-        session.run = session.run or LoopRun(session.comm, Path(plan.folder), False, tuple(log), plan.script)
+        session.run = session.run or LoopRun(session.comm, Path(plan.folder), False, tuple(log or ()), plan.script)
     elif run:
-        session.run = next_run(session.run, session.comm, Path(run), tuple(log))
+        session.run = next_run(session.run, session.comm, Path(run), tuple(log or ()))
     elif run is None and comm is None and session.run is None and (job_folder := os.environ.get("HPCDIST_RUN")):
-        session.run = LoopRun(session.comm, Path(job_folder), True, tuple(log))
+        session.run = LoopRun(session.comm, Path(job_folder), True, tuple(log or ()))
     return session.comm
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shlex
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +18,8 @@ from hpcdist.tools.mpirun import start_script
 from hpcdist.tools.options import Launcher
 
 app = typer.Typer()
+# Libraries for several ranks, and the launchers' variables.
+_DISTRIBUTED = re.compile("hpcdist|distributed|horovod|mpi4py|lightning|accelerate|transformers|deepspeed|RANK|PROCID")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -48,7 +53,27 @@ def run(
             "-n must be the number of ranks to start; got none. There is no default: often it is the number of GPUs, "
             f"or of cores (here {len(os.sched_getaffinity(0))}). Write it as hpcdist run -n 4 {shlex.join(script)}."
         )
+    if ranks > 1 and _trains_alone(Path(script[0])):
+        typer.echo(
+            f"hpcdist: {script[0]} does not import hpcdist: each of the {ranks} ranks runs all of it, and trains a "
+            "model of its own. Call hpcdist.init() and hpcdist.DistributedOptimizer(...) in it.",
+            err=True,
+        )
     status = start_script(
         script, ranks, os.environ, hosts=hosts, threads=threads, label=label, launcher=launcher, argv=sys.argv
     )
     raise typer.Exit(status)
+
+
+def _trains_alone(script: Path) -> bool:
+    """Return whether a Python file uses torch, no library for several ranks, and no modules beside it, which might."""
+    try:
+        text = script.read_text() if script.suffix == ".py" else ""
+        nodes = list(ast.walk(ast.parse(text)))
+    except (OSError, ValueError, SyntaxError):  # Python will say it
+        return False
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules = {name.partition(".")[0] for name in names}
+    beside = {path.stem for path in script.parent.iterdir()} if text else set()
+    return "torch" in modules and not modules & beside and not _DISTRIBUTED.search(text)

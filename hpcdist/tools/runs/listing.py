@@ -22,7 +22,7 @@ class ListedRun:
 
     Attributes:
         age_s: seconds since its first start; None: unknown.
-        time_s: running time, the sum over all starts; a killed start counts 0.
+        time_s: running time, the sum over all starts without those that were killed; None if all were.
         metrics: final, or of the last evaluation.
         comparison: folder of the comparison or sweep that it belongs to.
         settings: of its newest start.
@@ -62,7 +62,7 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
         strategy=run.strategy,
         ranks=0 if newest is None else newest.ranks,
         age_s=None if record is None else seconds_since(record.started),
-        time_s=None if record is None else sum(start.took_s for start in known),
+        time_s=sum(start.took_s for start in known) if known else None,
         metrics={} if last is None else last.metrics,
         tags=tags,
         comparison=comparison_path,

@@ -108,7 +108,7 @@ def test_standardised_in_float64_before_it_is_rounded(tmp_path):
         ),
         (
             "a,b\n1,2\n3,\n",
-            "must have finite numbers, or words, in a column; got an empty cell or nan in line 3, column b. Fill or remove",
+            "must have finite numbers, or words, in a column; got an empty cell or nan in line 3, column b. Fill",
         ),
         (
             "a,b\n1,2\n3\n",
@@ -322,7 +322,7 @@ def test_parquet(tmp_path):
     frame.assign(a=[1.0, None, 2.0]).to_parquet(tmp_path / "b.parquet")
     with pytest.raises(
         DataError,
-        match="b.parquet must have finite numbers, or words, in a column; got an empty cell or nan in sample 1, column a[.]",
+        match="b.parquet must have finite .*; got an empty cell or nan in sample 1, column a[.]",
     ):
         convert(tmp_path / "b.parquet", tmp_path / "a.h5")
     (tmp_path / "c.parquet").write_bytes(b"PAR1 no")

@@ -84,7 +84,7 @@ class Results:
             self._line(f"passed  {name}")
         else:
             text, place, on = why
-            same = self._told.setdefault(place or text, [])
+            same = self._told.setdefault(place or re.sub(r"\d+", "", text), [])
             same.append(name)
             if len(same) == 1:
                 self._line(f"FAILED  {name}\n        {text}{place}{on}")
@@ -106,9 +106,9 @@ class Results:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if Path(frame.filename) == self._file]
         text = (str(error).strip().splitlines() or [""])[0]
-        messages = re.search(r"Expected regex: (.*)\n  Actual message: (.*)", str(error))
+        messages = re.search(r"Expected regex: (.*)\n  Actual message: .(.*?)(\\n|.$)", str(error), re.M)
         if messages:  # of pytest.raises
-            text = f"the error must say {messages[1]}; it says {messages[2]}"
+            text = f"the error must say {messages[1]}; it says {messages[2]!r}"
         if text.startswith("assert "):  # without a message: the condition, and where it stands
             at = next(frame for frame in reversed(frames) if Path(frame.filename).is_relative_to(HERE))
             condition = (at.line or "").removeprefix("assert ").partition("  #")[0]

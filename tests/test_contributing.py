@@ -114,7 +114,7 @@ from hpcdist.strategies.base import Contract, Strategy
 class OnOneRank(Strategy):
     \"\"\"Local steps, with an error on one rank.\"\"\"
 
-    contract = Contract(averages="nothing", synchronizes="never")
+    contract = Contract(averages="gradients", synchronizes="every step")
 
     def advance(self, update):
         unknown = f"speling_{len(self.model.slots)}"
@@ -130,11 +130,12 @@ class Unbuilt(OnOneRank):
 @pytest.mark.time_limit(900)
 def test_checks_that_fail_are_named_with_the_reason(tmp_path):
     (tmp_path / "mine.py").write_text(FAILS)
-    out, _ = _checked(f"{tmp_path}/mine.py:OnOneRank", status=1)
+    out, err = _checked(f"{tmp_path}/mine.py:OnOneRank", status=1)
     assert "passed  an unknown option is refused\n" in out
     mistake = r"TypeError: .*'speling_\d+' \[mine.py:11\]"
     assert re.search(rf"^FAILED  the same loop runs every strategy .*\n +{mistake} \(on 3 ranks\)$", out, re.M), out
     assert len(re.findall(mistake, out)) == 2, "once on virtual ranks, once on real ones"
+    assert "note    averaging gradients takes more than a sum" in out and "prterun" not in err
     assert re.search(r"^FAILED  \d+ more, by the same mistake as `the same loop runs every strategy .*`$", out, re.M), (
         out
     )

@@ -105,7 +105,7 @@ def test_what_can_not_be_saved_at_all_is_an_error_of_the_call(tmp_path):
 
     def body(comm):
         saver = Saver()
-        with pytest.raises(CheckpointError, match=r"File exists.* may you read and write there\?"):
+        with pytest.raises(CheckpointError, match="taken, which is a file. Name a folder."):
             saver.save(comm, tmp_path / "taken", 1, {}, background=True)
         with pytest.raises(CheckpointError, match=r"on rank 1: state\['fn'\] must be"):
             saver.save(comm, tmp_path, 1, {"fn": len} if comm.rank == 1 else {}, background=True)

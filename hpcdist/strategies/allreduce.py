@@ -20,6 +20,7 @@ from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
+from hpcdist.strategies.common.records import waiting_for_work
 from hpcdist.strategies.synchronous.agreement import StepAgreement
 from hpcdist.strategies.synchronous.averaging import Averaging, ProviderConfig
 
@@ -292,10 +293,8 @@ class AllReduce(Strategy):
         if not self._overlapped:
             self._averaging.now(self.model.gradients.buckets)
             return used
-        start = self.comm.now()
-        with self.comm.trace.span("wait for buckets", "wait"):
+        with self.comm.trace.span("wait for buckets", "wait"), waiting_for_work(self._calls.comm):
             self._averaging.wait()
-        self.comm.trace.traffic.waiting_s += self.comm.now() - start
         return used
 
     def _average_compressed(self, sum_up: Reduction) -> tuple[Tensor, dict[int, list[str]]]:

@@ -14,6 +14,7 @@ from hpcdist.collectives.calls import Work
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
+from hpcdist.strategies.common.records import waiting_for_work
 
 
 class Part(NamedTuple):
@@ -94,11 +95,10 @@ class SPARTA(Strategy):
 
     def _complete(self, last: int | None = None) -> None:
         """Wait for the means of the parts sent up to step `last`; None: of all parts."""
-        start = self.comm.now()
-        for step, part in self._parts.items():
-            if last is None or step <= last:
-                part.work.wait()
-        self.comm.trace.traffic.waiting_s += self.comm.now() - start
+        with waiting_for_work(self.calls.comm):
+            for step, part in self._parts.items():
+                if last is None or step <= last:
+                    part.work.wait()
 
     def _merge(self, step: int) -> None:
         # Replace the elements that were sent in `step` by their mean; with `shift` keep this rank's changes since then.

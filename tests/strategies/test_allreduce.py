@@ -45,6 +45,20 @@ def test_overlap_changes_no_bit(ranks, dtype):
 
 
 @pytest.mark.mpi(min_size=2)
+@each("case", [("allreduce", {"overlap": "on"}), ("sparta", {"share": 0.5, "delay": 1})])
+def test_no_second_is_both_of_waiting_and_of_communicating(ranks, case):
+    """A thread averages while the rank waits for it."""
+
+    def body(comm):
+        start = comm.now()
+        run = problem.train(comm, *case, epochs=20)
+        return comm.now() - start, sum(record.seconds for record in run.records)
+
+    for passed_s, recorded_s in ranks(body):
+        assert 0 < recorded_s <= passed_s
+
+
+@pytest.mark.mpi(min_size=2)
 @each("overlap", ["off", "on"])
 def test_long_gradients_are_averaged_where_all_ranks_have_mapped_them(ranks, overlap):
     """They are still there once the strategy is closed."""

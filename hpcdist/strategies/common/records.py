@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from hpcdist.comm.communicator import Communicator, Traffic
@@ -26,6 +27,15 @@ class Outcome:
     event: str | None = None
     dropped: int = 0
     waited_for: dict[int, float] = field(default_factory=dict)
+
+
+@contextmanager
+def waiting_for_work(comm: Communicator) -> Iterator[None]:
+    """Context: count its time as waiting, except what a thread on `comm` counts as communicating meanwhile."""
+    traffic = comm.trace.traffic
+    start_s = comm.now() - traffic.communicating_s
+    yield
+    traffic.waiting_s += max(0.0, comm.now() - traffic.communicating_s - start_s)
 
 
 class Recorder:

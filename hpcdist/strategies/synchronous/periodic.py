@@ -16,6 +16,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
+from hpcdist.strategies.common.records import waiting_for_work
 from hpcdist.strategies.common.state import Reshard, first
 from hpcdist.strategies.synchronous.fragments import Fragment, split_layers
 
@@ -171,9 +172,8 @@ class Periodic(Strategy):
     def complete(self, number: int | None = None) -> None:
         """Wait for the mean of a fragment, and of those sent before it, and copy them into `mean`; None: for all."""
         for arrived, work in list(self._works.items()) if number is None or number in self._works else ():
-            start = self.comm.now()
-            work.wait()
-            self.comm.trace.traffic.waiting_s += self.comm.now() - start
+            with waiting_for_work(self.calls.comm):
+                work.wait()
             del self._works[arrived]
             fragment, (*values, used) = self.fragments[arrived], work.tensors
             if not fragment.contiguous:

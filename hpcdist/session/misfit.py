@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hpcdist.errors import DataError, place
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
+CROSS_ENTROPIES = {"cross_entropy", "nll_loss"}  # functions of torch
 KINDS = (RuntimeError, IndexError, ValueError)  # these alone: not OutOfMemoryError, say
 
 
@@ -97,7 +98,7 @@ def _explain(
     of_torch = file.startswith(TORCH) or (not is_raised and type(error) is not ValueError)
     if type(error) not in KINDS or not of_torch or file.startswith(f"{TORCH}autograd"):  # a backward pass
         return None
-    advice = "the model or the loss"
+    advice, called = "the model or the loss", {frame.f_code.co_name for frame, _ in frames}
     names = {child: f"layer {path}," for module in modules or () for path, child in module.named_modules()}
     layers = [child for frame, _ in frames if isinstance(child := frame.f_locals.get("self"), nn.Module)]
     if layers := [child for child in layers if child in names or modules is None]:
@@ -106,7 +107,7 @@ def _explain(
         part, advice = f"{where} {layer if is_leaf else type(layer).__name__},", "the model"
         if isinstance(layer, nn.Embedding):
             advice = f"the embedding, whose ids are integers from 0 to {layer.num_embeddings - 1}"
-    elif isinstance(outputs := batch.get("outputs"), Tensor) and outputs.dim() > 1:
+    elif isinstance(outputs := batch.get("outputs"), Tensor) and outputs.dim() > 1 and called & CROSS_ENTROPIES:
         shape = f"({', '.join(['samples', *map(str, outputs.shape[2:])])})"
         advice += f"; cross entropy takes y of shape {shape}, int64, from 0 to {outputs.shape[1] - 1}"
     got = ", ".join(f"{key} of {_described(value)}" for key, value in batch.items() if isinstance(value, Tensor))

@@ -318,7 +318,7 @@ def test_folders_that_are_none_of_classes(tmp_path):
     for options, source, error, match in (
         ({}, "none", DataError, "none must be a file or a folder; there is none. A data set on the Hub is hub:NAME."),
         ({}, "empty", DataError, "empty must be what Hugging Face's datasets reads; got EmptyDatasetError"),
-        ({}, "one", ConfigError, "x and y must be columns of .*one, image; got label"),
+        ({}, "one", DataError, "one must have a folder of images for each class, and two or more; got no classes."),
         ({}, "only", DataError, "only must have a split train; got test. Rename its files or folders."),
         ({"mode": "CMYK"}, "one", ConfigError, "mode must be one of RGB, L; got 'CMYK'."),
         ({"height": 0}, "one", ConfigError, "height and width must be at least 1; got 0 and 64."),
@@ -369,6 +369,11 @@ def test_columns_of_numbers_lists_and_texts(others, source):
         assert read("tokens", "b", task="regression")[0][:3].tolist() == [[1, 0, 0, 0], [1, 2, 0, 0], [1, 2, 3, 0]]
     with pytest.raises(ConfigError, match="x and y must be columns of .*text, .*; got c, d."):
         read("c,a", "d")
+    with pytest.raises(
+        ConfigError,
+        match="columns of a.*, which has text, .*; got lable. Did you mean 'label'?" if source != "saved" else "lable",
+    ):
+        read("text", "lable")
     with pytest.raises(DataError, match="x must be an image, a text, or numbers .* got .0.0, .z.. in a, text .*Fill"):
         read("a,text")
 

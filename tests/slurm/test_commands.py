@@ -39,6 +39,7 @@ def test_a_script_is_shown_explained_and_written(invoke):
 def test_a_check(invoke):
     done = invoke("check", "job.toml")
     assert done.exit_code == 0 and "note: " in done.stdout and "0 errors, " in done.stderr
+    assert "1 note; not checked against partitions: no Slurm here" in " ".join(done.stderr.split())
     done = invoke("check", "job.toml", "--set", "warn_s=9999")
     assert done.exit_code == 1 and "error: warn_s must be less than the time limit, 3600 s; got 9999." in done.stdout
 

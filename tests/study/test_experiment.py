@@ -22,6 +22,7 @@ def test_a_simulation_is_a_table_its_runs_figures_and_a_page(tmp_path, monkeypat
     found = hd.simulate(TINY, ["allreduce", "gossip_pull"], **asked)
     assert not found.failed and found.folder == Path("runs/simulate-tiny")
     assert {"allreduce", "gossip_pull"} <= set(found.table["name"]) and len(found.runs) == len(found.table) == 2
+    assert repr(found).startswith("ComparedRuns in runs/simulate-tiny\n") and "gossip_pull" in repr(found)
     assert found.figures and "<table" in found._repr_html_() and found.verdict
     assert found.report("page") == Path("page/index.html") and "gossip_pull" in Path("page/index.html").read_text()
     few = "With 1 seed differences in results can't be told from noise; that takes --seeds 3 or more"
@@ -46,6 +47,14 @@ def test_a_sweep_runs_on_virtual_ranks_and_options_are_checked(tmp_path, monkeyp
         ConfigError, match="options of Sweep must be of their types, within bounds; got seeds: .*, got 0"
     ):
         hd.sweep(TINY, {"batch_size": [8]}, seeds=0)
+
+
+def test_arguments_are_named_as_in_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = {"ranks": 2, "compute": "1ms", "workers": 1, **FEW, "budget": "steps=2"}  # each without a list
+    assert hd.simulate(TINY, "allreduce", **one).experiment.ranks == (2,)
+    with pytest.raises(ConfigError, match="arguments must be one of .*; got 'rank'. Did you mean 'ranks'?"):
+        hd.simulate(TINY, ["allreduce"], rank=[2])
 
 
 def test_a_job_that_is_no_file_is_refused():

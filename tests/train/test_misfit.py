@@ -61,7 +61,7 @@ MISFITS = {
     "labels outside": ("y = y + 3", GOT_LABELS),
     "dtype of labels": ("y = y.float()", r"expected target dtype to be Long or Byte, but got Float\. .*y of .* int64,"),
     "shape of labels": ("y = y[:, None]", r"y of shape \(8, 1\), .*0D or 1D target tensor expect.*shape \(samples\), "),
-    "number of targets": ("loss = nn.MSELoss(); y = torch.ones(16, 4)", r"the loss refuses them: The size of tensor"),
+    "number of targets": ("loss = nn.MSELoss(); y = torch.ones(16, 4)", r"loss refuses them: The .* or the loss\.\n"),
     "tokens": (EMBEDDING, TOKENS),
     "a view": (OWN.format(body="return x.view(-1, 21)"), r"the model, Own, refuses .*\(.*job\.py:\d+\)\."),
     "a metric": (

@@ -217,6 +217,8 @@ def _pairs(source: Path, x: str, y: str, stack: ExitStack) -> dict[str, tuple[Na
 
 def _arrays(path: Path, stack: ExitStack) -> Iterator[NamedArray]:
     """List the arrays of a file."""
+    if not path.exists():
+        raise DataError(f"{path} must be an HDF5, .mat or .npz file; there is no such file. Check the path.")
     if path.suffix == ".npz" or (path.suffix == ".mat" and not h5py.is_hdf5(path)):
         yield from (NamedArray(path, name, values) for name, values in loaded(path).items() if values.ndim)
         return

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from hpcdist.data.importers import as_targets, padded, random_splits
 from hpcdist.data.writer import Block, Split, create
-from hpcdist.errors import ConfigError, DataError, require_packages
+from hpcdist.errors import ConfigError, DataError, require_packages, suggestion
 from hpcdist.records import open_regular, writing
 
 MODES = ("RGB", "L")
@@ -71,7 +71,14 @@ def convert(
         parts = _splits(str(source), scratch.name, columns)
         features = parts["train"].features
         if unknown := [name for name in (*columns, y) if name not in features]:
-            raise ConfigError(f"x and y must be columns of {source}, {', '.join(features)}; got {', '.join(unknown)}.")
+            if [*features] == ["image"]:
+                raise DataError(
+                    f"{source} must have a folder of images for each class, and two or more; got no classes."
+                )
+            raise ConfigError(
+                f"x and y must be columns of {source}, which has {', '.join(features)}; got {', '.join(unknown)}."
+                f"{suggestion(unknown[0], features)}"
+            )
         targets = [np.array(part.with_format("numpy")[y][:]) for part in parts.values()]
         names = getattr(features[y], "names", [])
         labels, names = (targets, names) if names else as_targets(task, f"{y} of {source}", targets)

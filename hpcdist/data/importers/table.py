@@ -115,7 +115,7 @@ def convert(
 
 def _read(path: Path, target: str, delimiter: str, words: str, decimal: str) -> Table:
     if not path.is_file():
-        raise DataError(f"{path} must be a .csv, .parquet or .npy file; there is no such file.")
+        raise DataError(f"{path} must be the file of a table; there is no such file. Check the path.")
     if path.suffix == ".csv":
         frame = _read_csv(path, delimiter, decimal)
     elif path.suffix == ".parquet":
@@ -177,9 +177,12 @@ def _checked(path: Path, frame: pd.DataFrame, delimiter: str) -> tuple[pd.DataFr
     rows, columns = np.nonzero(is_bad)
     if len(rows):
         location = f"line {_line(path, delimiter, rows[0])}" if path.suffix == ".csv" else f"sample {rows[0]}"
+        value = frame.iat[rows[0], columns[0]]
+        got = "an empty cell or nan" if pd.isna(value) else value
+        more = f", and {len(rows) - 1} more" if len(rows) > 1 else ""
         raise DataError(
-            f"{path} must have finite numbers, or words, in a column; got {frame.iat[rows[0], columns[0]]} in "
-            f"{location}, column {frame.columns[columns[0]]}, and {len(rows) - 1} more. Fill or remove them."
+            f"{path} must have finite numbers, or words, in a column; got {got} in {location}, "
+            f"column {frame.columns[columns[0]]}{more}. Fill or remove such cells."
         )
     numbers[words] = frame[words]
     return numbers, words

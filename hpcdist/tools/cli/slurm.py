@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpcdist.errors import ConfigError
 from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import CommandGroup, writable
 from hpcdist.tools.options import Overrides
@@ -59,7 +60,10 @@ def slurm_render(
     """
     from hpcdist.tools.slurm.render import render
 
-    script = render(*_load(toml, site, overrides))
+    spec, profile = _load(toml, site, overrides)
+    if spec.job is not None and not Path(spec.job).is_file():
+        raise ConfigError(f"job must be a file that exists; got {spec.job}, and none in {Path.cwd()}.")
+    script = render(spec, profile)
     text = script.with_reasons() if explain else script.text
     if output is None:
         print(text, end="")
@@ -81,7 +85,8 @@ def check(toml: Spec = None, site: SiteName = None, overrides: Overrides = None)
     for finding in findings:
         console.line(finding.text, f"{finding.level}: ")
     counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning", "note")}
-    console.note(", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items()))
+    unreached = "; not checked against partitions: no Slurm here" if counts["note"] else ""  # what notes are about
+    console.note(", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items()) + unreached)
     raise typer.Exit(int(counts["error"] > 0))
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 from annotated_types import Interval
 from typer import Option
 
-from hpcdist.errors import ConfigError, DataError
+from hpcdist.errors import ConfigError, DataError, UnknownNameError
 from hpcdist.tools import completion
 from hpcdist.tools.options import Launcher, read_counts, read_number, read_target
 
@@ -46,7 +46,7 @@ def read_budget(value: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
     """
     items = [f"{unit}={limit}" for unit, limit in value.items()] if isinstance(value, Mapping) else value
     budget: dict[str, float] = {}
-    for item in ",".join(items).split(",") if items else ():
+    for item in ",".join(map(str, items)).split(",") if items else ():
         unit, limit = read_number("--budget", BUDGET, "samples=20000", item.strip())
         if unit not in UNITS or not 0 < limit < float("inf"):
             raise ConfigError(f"--budget must be {BUDGET}; got {item!r}.")
@@ -162,9 +162,14 @@ class Experiment:
         if not takes_seed and options.get("seeds") is None:
             options["seeds"] = 1  # the script could not use others
         options = {name: value for name, value in options.items() if value is not None and value != []}
+        for name in options.keys() - hints.keys():
+            raise UnknownNameError(
+                "arguments", name, hints.keys() - {"job_sha256", "metric"} | {"config", *get_type_hints(Execution)}
+            )
         for name in options.keys() & hints.keys():
             for reader in (item for item in get_args(hints[name]) if isinstance(item, Reader)):
-                options[name] = reader.read(options[name])
+                value = options[name]  # from Python: also a text or a number, for a list of one
+                options[name] = reader.read([value] if isinstance(value, str | int) else value)
         target = read_target(target) if isinstance(target, str) else target
         if target is not None:
             metric, value = target

@@ -181,6 +181,9 @@ class ExperimentRuns(abc.ABC):
         """Write the report to a folder (default: `report` in the runs' folder); return the path of its page."""
         return report.write(self.folder, None if output is None else Path(output))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} in {self.folder}\n{self.table.to_string(index=False, na_rep='')}"
+
     def _repr_html_(self) -> str:
         return self.table.to_html(index=False, na_rep="")
 

@@ -77,7 +77,7 @@ def test_the_data_file_of_the_job_is_made_in_any_folder(tmp_path):
         ),
         (
             "o/a.h5",
-            r"data of the job must be a function .*; got another .'o/a.h5' is not a callable.* defaults={'data': {'path': 'dig",
+            r"data of the job must be a .*; got another .'o/a.h5' is not a callable.* defaults={'data': {'path'",
         ),
         (lambda path: (1, 2), r"data of the job must write the file at its argument, .*; got none at .*new.h5"),
     ],

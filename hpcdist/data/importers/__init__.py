@@ -70,9 +70,8 @@ def as_targets(
     if values.dtype.kind in "OSU":
         values = np.array([_word(value) for value in values])
     textual, floating = values.dtype.kind == "U", values.dtype.kind == "f"
-    kind = "classes or numbers, all whole"
+    kind = f"one-hot classes or {values.shape[1]} numbers each" if values.ndim > 1 else "classes or numbers, all whole"
     if values.ndim == 2 and not textual and ((values != 0).sum(axis=1) == 1).all() and (values.max(axis=1) == 1).all():
-        kind = f"one-hot classes or {values.shape[1]} numbers each"
         values = values.argmax(axis=1).astype(values.dtype)  # one-hot
     may_be_labels = values.ndim == 1 and (textual or not floating or bool((values == np.round(values)).all()))
     if may_be_labels and floating and not task:

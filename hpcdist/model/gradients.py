@@ -124,7 +124,7 @@ class Gradients:
         self._bucket_of = [bucket_of[slot.name] for slot in slots if self._flat]
         self.announce(early=False)
         self._blank: set[int] = set()  # positions of gradients from batches of weight 0 only
-        self._first: set[int] = set()  # parameters whose first gradient came from a batch of weight 0
+        self._first: set[int] = set()  # ids of parameters whose first gradient came from a batch of weight 0
         self._hidden: list[int] = []  # gradients removed for the optimiser's step
         self._released = 0  # number of gradients set by the last `release`
         self._hooks, self._weight_hooks = [], []

@@ -74,6 +74,7 @@ class DeMo(OwnStep):
         self._components = self.state.scratch([torch.zeros_like(grad) for grad in model.grads])
 
     def move(self, update: Update) -> None:
+        """Add T(ηg) to Tm, the residual of `_sum`; gather its largest components; step by their inverse transform."""
         stepped = {item.name for item in self.trained()}
         for slot in self.model.slots:
             if slot.name not in stepped:

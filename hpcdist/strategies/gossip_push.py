@@ -62,6 +62,7 @@ class GossipPush(Gossip):
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any) -> None:
         super().__init__(config, comm, model, **kwargs)
         self.sampler = PeerSampler(comm, self.peers, self.state, config, "pushes")
+        # In windows each other rank has a slot for the sum of its messages, and their number or _WRITING.
         self._taken = self.state.scratch(self.wire.empty())
         self._slots = [self.opened(comm.window((comm.size - 1) * t.numel(), t.dtype)) for t in self._taken]
         self._counts = self.opened(comm.window(comm.size - 1, torch.int64))

@@ -66,6 +66,7 @@ class Hierarchical(Algorithm):
         return turn % SLOTS * SEGMENT_BYTES
 
     def _publish(self, segment: Tensor, turn: int) -> None:
+        """Copy a segment into this rank's slot of the window, for the node's ranks to read."""
         start = self._slot(turn)
         self._window.local[start : start + segment.nbytes].copy_(segment.view(torch.uint8))
 

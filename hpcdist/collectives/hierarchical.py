@@ -50,6 +50,7 @@ class Hierarchical(Algorithm):
         return len(set(comm.nodes)) < comm.size
 
     def _sum(self, tensor: Tensor) -> None:
+        """Before each barrier reduce segment i and publish segment i + 1; after it collect segment i: three slots."""
         segments = chunks(tensor, segment_count(tensor.nbytes, SEGMENT_BYTES))
         self._publish(segments[0], self._turn)
         self._node.barrier()

@@ -51,6 +51,7 @@ class _AllreducesGradients:
         self._reset(synchronized=False)
 
     def _reset(self, synchronized: bool) -> None:
+        """Start a step: no gradient has arrived. `synchronized`: the caller has called `synchronize` before `step`."""
         self._started: dict[Tensor, bool] = {}  # by gradients that have arrived: whether their allreduce has started
         self._waits: list[Wait] = []  # for the allreduces in flight
         self._remaining = dict.fromkeys(self._remaining, self.backward_passes_per_step)

@@ -125,6 +125,7 @@ class Collectives:
         return self._start(async_op, tensor, lambda: self._all_reduce(tensor, op, factor), *key)
 
     def _all_reduce(self, tensors: Tensors, op: str, factor: float | None) -> None:
+        """Reduce the tensors of each dtype jointly. Each branch first compares fingerprints: calls may differ."""
         with by_dtype(self.comm, tensors) as groups:
             for group, flat in groups:
                 combine = reduction(op, flat.dtype)

@@ -27,7 +27,7 @@ Take = Callable[[Any, str, str], Any]  # (imported module or member, plug-in's n
 
 
 class Origin(NamedTuple):
-    """The origin of a plug-in: a description, and a function that imports it or its module."""
+    """Where a plug-in comes from: a description for messages, and a function that imports it or its module."""
 
     where: str
     open: Callable[[], Any]
@@ -63,7 +63,9 @@ class Catalogue:
         return sorted({*_modules(self.package), *self._installed()})
 
     def find(self, name: str) -> Origin:
-        """Return the origin of a plug-in. Imports nothing.
+        """Return the origin of the plug-in `name`: a file, hpcdist's package or an entry point. Imports nothing.
+
+        The origin's `open` imports it later; `load` converts what it returns by `take`.
 
         Raises:
             UnknownNameError: no plug-in has this name; the message lists the known ones.

@@ -216,10 +216,10 @@ def find(run: str | Path, step: int | None = None) -> Path:
 
 
 def _all(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, newest first; raise CheckpointError if there is none."""
-    if (run / FILE_NAME).is_file():
+    """Return the checkpoints of `run`, as for `survey`, newest first; raise CheckpointError if there is none."""
+    if (run / FILE_NAME).is_file():  # one checkpoint
         return [run]
-    paths = listing(run / "checkpoints") or listing(run)
+    paths = listing(run / "checkpoints") or listing(run)  # the folder of a run, or of checkpoints
     if not paths:
         raise CheckpointError(
             f"{run} must be the folder of a run with checkpoints, a folder of checkpoints, or one of them; got none "

@@ -141,7 +141,10 @@ class Saver:
 
 
 class _Draft:
-    """Collective. This rank's part of a checkpoint to be written at `path`; the arguments are `save`'s."""
+    """Collective. This rank's part of a checkpoint to be written at `path`; the arguments are `save`'s.
+
+    `publish`, also collective, may follow in another thread, on a communicator that no other thread uses.
+    """
 
     def __init__(
         self, comm: Communicator, folder: str | Path, step: int, state: Any, *, meta: Mapping[str, Any] | None = None,
@@ -151,7 +154,7 @@ class _Draft:
         self._alive, folder = comm.failures.alive, Path(folder)
         self._rank, self._meta = self._alive.index(comm.rank), dict(meta or {})
         rule = f"The checkpoint of step {step} must be saved by all ranks; got "
-        self._agreed = partial(raise_on_all_ranks, comm, rule=rule)
+        self._agreed = partial(raise_on_all_ranks, comm, rule=rule)  # runs a function on each rank
         # `name` is that of the temporary folder on rank 0; None on others, which learn it from `proposals`.
         name, (tree, tensors, positions) = self._agreed(
             lambda: (None if self._rank else _prepare(folder, self._step, keep), encode(state))
@@ -235,11 +238,12 @@ def _await_all(comm: Communicator) -> None:
 def _owners(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Collective. Return by tensor name the rank that writes it: of those that have it, the one with least to write.
 
-    Ranks are numbered among those alive. Short tensors are missing; each rank writes these itself.
+    Ranks are numbered among those alive, and all must get the same result. Short tensors are missing; each rank writes
+    these itself.
     """
     if comm.size == 1:
         return {}
-    keys = {}
+    keys = {}  # by name: a tensor's length and checksum, the same on all ranks that have it
     for name, tensor in tensors.items():
         if tensor.nbytes >= SHARED_BYTES:
             checksum = CHECKSUMS["xxh3_128"]()

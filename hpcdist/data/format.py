@@ -39,7 +39,7 @@ TARGET_BYTES = 512 << 10  # a chunk has 50 to 100 % of that: parallel file syste
 
 
 def damage(path: str | Path, fault: str, advice: str = "Write it again.") -> DataError:
-    """Return the error about a file that can't be used."""
+    """Return the error about a file that can't be used: damaged, missing, locked or of another layout."""
     return DataError(f"{path} {fault}. {advice}")
 
 
@@ -98,7 +98,7 @@ class Header:
 
 
 def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_comm: object = None) -> h5py.File:
-    """Open a file for reading. Collective with `mpi_comm`, by parallel HDF5."""
+    """Open a file for reading; raise DataError if it is missing, locked or no HDF5. Collective with `mpi_comm`."""
     if locking not in LOCKING:
         raise ConfigError(f"locking must be one of {', '.join(map(repr, LOCKING))}; got {locking!r}.")
     try:

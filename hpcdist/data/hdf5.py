@@ -204,6 +204,7 @@ class HDF5Dataset(Dataset, AbstractContextManager):
         self._pid = os.getpid()
 
     def _rows(self, column: Column) -> MappedRows | StoredRows:
+        """Return a reader of x or y: from a memory map, or through HDF5."""
         if not self._is_mapped(column):
             return StoredRows(column, self._file, self._cache_bytes)
         with open_regular(self.path) as file:

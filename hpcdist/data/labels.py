@@ -51,15 +51,15 @@ def dirichlet(labels: np.ndarray, workers: int, alpha: float, seed: int = 0) -> 
         )
     names, label_index, counts = np.unique(labels, return_inverse=True, return_counts=True)
     generator = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(_SPLIT,)))
-    waiting = [generator.permutation(np.flatnonzero(label_index == label)) for label in range(len(names))]
+    unassigned = [generator.permutation(np.flatnonzero(label_index == label)) for label in range(len(names))]
     concentration = alpha * len(names) * counts / len(labels)
     cuts = [len(labels) * worker // workers for worker in range(workers + 1)]
     parts: list[np.ndarray] = [np.empty(0, np.int64)] * workers
     for worker in generator.permutation(workers).tolist():  # no worker is always the last one
         shares, size = generator.dirichlet(concentration), cuts[worker + 1] - cuts[worker]
-        taken = _sample_counts(generator, shares, np.array([len(remaining) for remaining in waiting]), size)
-        parts[worker] = np.sort(np.concatenate([remaining[:n] for remaining, n in zip(waiting, taken, strict=True)]))
-        waiting = [remaining[n:] for remaining, n in zip(waiting, taken, strict=True)]
+        taken = _sample_counts(generator, shares, np.array([len(remaining) for remaining in unassigned]), size)
+        parts[worker] = np.sort(np.concatenate([remaining[:n] for remaining, n in zip(unassigned, taken, strict=True)]))
+        unassigned = [remaining[n:] for remaining, n in zip(unassigned, taken, strict=True)]
     return tuple(parts)
 
 

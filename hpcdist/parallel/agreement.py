@@ -21,9 +21,10 @@ class Agreement:
     """Decisions about gradients, by a few numbers that the ranks of a replica exchange in every step.
 
     Args:
-        comm: the ranks of a replica, for this object alone; whoever closes the model closes it.
-        repeated: tied weights that an earlier stage has too and counts.
-        announces: gradients are announced in buckets before the last of them is computed.
+        comm: the ranks of a replica, for this object alone; whoever closes the model closes it. All of them must call
+            the same methods in the same order.
+        repeated: parameters that a lower rank has too, which counts their gradients in the norm.
+        announces: gradients are complete bucket by bucket during the backward pass, so that averaging may overlap it.
     """
 
     def __init__(self, comm: Communicator, repeated: Iterable[nn.Parameter] = (), *, announces: bool = False):
@@ -42,8 +43,8 @@ class Agreement:
         if not count.item():
             return {}
         merged: dict[int, list[str]] = {}
-        for of_stage in self.comm.gather(list(names_of.items())):
-            for key, names in of_stage:
+        for of_rank in self.comm.gather(list(names_of.items())):
+            for key, names in of_rank:
                 names_known = merged.setdefault(key, [])
                 names_known += [name for name in names if name not in names_known]
         return merged
@@ -87,10 +88,11 @@ class PartOfModel(nn.Module, abc.ABC):
     optimizers: list[Any]  # the DistributedOptimizers that train these parameters
 
     def describe_parts(self) -> dict[str, dict[str, Any]]:
-        """Describe the tensors that are parts of larger ones, by name, for a checkpoint; {} if ranks hold whole layers.
+        """Describe the tensors that are parts of larger ones, by name; {} if ranks hold whole layers.
 
-        `of` is the name of the whole tensor and `shape` its shape. `ranks` lists the ranks of the replica that have
-        parts of it, nested; `dims` has for each depth the dimension that is cut there, as by `torch.chunk`, or None if
+        `session.state` computes from it where a part lies in the whole tensor, for checkpoints. `of` is the name of the
+        whole tensor and `shape` its global shape. `ranks` lists the ranks of the replica that have parts of it, nested
+        like a device mesh; `dims` has for each depth the dimension that is cut there, as by `torch.chunk`, or None if
         all ranks have the same. `dims` itself is None if the tensor was divided in another way.
         """
         return {}
@@ -106,7 +108,7 @@ class TiedParameters:
 
     Args:
         comm: the ranks of a replica.
-        outline: the whole model.
+        outline: the whole model, on the meta device.
         layers: numbers of the layers of each rank.
         layers_here: this rank's layers.
     """
@@ -139,7 +141,7 @@ class TiedParameters:
         return sum((group.trace.traffic for group, _ in self._groups), Traffic())
 
     def start_gradients(self) -> None:
-        """Set the gradients of `repeated` to zero: they are sums over all ranks, which the first rank alone keeps."""
+        """Set the gradients of `repeated` to zero: they hold a sum over all ranks, which only the first rank adds."""
         for parameter in self.repeated:
             if parameter.grad is not None:
                 parameter.grad.zero_()

@@ -76,6 +76,7 @@ class Boundary:
         self._layouts: dict[Hashable, Layout] = {}
         self._sending: list[tuple[Request, Tensor]] = []
         self._values_tag, self._gradients_tag = tags = 2 * stage, 2 * stage + 1
+        # By tag: tensors being received, the oldest first, with their requests; ranks; queues if both ends are here.
         self._posted: dict[int, deque[tuple[list[Tensor], list[Request]]]] = {tag: deque() for tag in tags}
         self._peers: dict[int, Iterator[int]] = {tag: itertools.repeat(peer) for tag in tags}
         self._local_queues: dict[int, deque[list[Tensor]]] | None = None
@@ -93,6 +94,7 @@ class Boundary:
 
         Args:
             key: the shapes of the inputs, which determine the layout; known at both ends.
+            values: sent from their own memory; they must not change before `wait`.
 
         Raises:
             ConfigError: the values hold something else than tensors, or their layout has changed for this `key`.

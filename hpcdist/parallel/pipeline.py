@@ -100,14 +100,14 @@ class Pipeline(PartOfModel):
     def _build(self, make: Make, cut: Cut | Sequence[int] | None) -> None:
         """Cut the model, build this rank's layers, and set up its stages and their boundaries."""
         comm, ranks = self.grid.inner, self.grid.inner.size
-        whole, parts = outline(make), ranks * self._chunks
-        self.cut = cut_of(whole, parts, cut)
-        layers_of_rank = [[n for s in range(rank, parts, ranks) for n in self.cut.layers(s)] for rank in range(ranks)]
+        whole, n_stages = outline(make), ranks * self._chunks
+        self.cut = cut_of(whole, n_stages, cut)
+        layers_of_rank = [[n for s in range(r, n_stages, ranks) for n in self.cut.layers(s)] for r in range(ranks)]
         local_layers = build(make, layers_of_rank[comm.rank], self._device)
         for name, layer in local_layers._modules.items():
             self.add_module(name, layer)
-        self.stages, self.n_stages = tuple(range(comm.rank, parts, ranks)), parts
-        self.is_first, self.is_last = self.stages[0] == 0, self.stages[-1] == parts - 1
+        self.stages, self.n_stages = tuple(range(comm.rank, n_stages, ranks)), n_stages
+        self.is_first, self.is_last = self.stages[0] == 0, self.stages[-1] == n_stages - 1
         self._chain = (local_layers,)  # a tuple hides it from nn.Module: its layers are here already
         index_of = {number: position for position, number in enumerate(layers_of_rank[comm.rank])}
         self._stages: dict[int, Stage] = {}
@@ -116,11 +116,11 @@ class Pipeline(PartOfModel):
             layers = self.cut.layers(stage)
             self._stages[stage] = Stage(stage, local_layers.part(index_of[n] for n in layers), layers, self._recompute)
             for boundary, neighbor in ((stage - 1, stage - 1), (stage, stage + 1)):
-                if 0 <= neighbor < parts and boundary not in self._boundaries:
+                if 0 <= neighbor < n_stages and boundary not in self._boundaries:
                     self._boundaries[boundary] = Boundary(self._between, boundary, neighbor % ranks, self._device)
         # With random routes the last stages send each micro-batch's targets to the replica where its outputs end.
         ends = ("sent", "received") if self.routing is not None and self.is_last else ()
-        self._targets = [Boundary(self._between, parts, 0, self._device, "targets") for _ in ends]
+        self._targets = [Boundary(self._between, n_stages, 0, self._device, "targets") for _ in ends]
         self.tied = TiedParameters(comm, whole, layers_of_rank, local_layers)
         unshared = len(list(local_layers.parameters())) == sum(len(stage.parameters) for stage in self._stages.values())
         self.agreement = Agreement(comm.split(0), self.tied.repeated, announces=unshared and not self.tied)
@@ -164,7 +164,7 @@ class Pipeline(PartOfModel):
         Args:
             x, y: as for `step`.
             scaled: multiplies the loss by the scale of a GradScaler before its backward pass; None leaves it.
-            micro_batches: the number for this batch, e.g. for a smaller last batch of an epoch.
+            micro_batches: the number for this batch, e.g. for an epoch's smaller last one; the same on all ranks.
 
         Returns:
             The loss, not scaled, on all ranks of the replica; shape (), float64.
@@ -226,7 +226,7 @@ class Pipeline(PartOfModel):
     def _incoming(self, operation: Operation) -> tuple[Callable[[Hashable], None], Callable[[Hashable], Any]]:
         """Return two functions: the first starts to receive the input of an operation, the second waits for it.
 
-        The input is (tensors, layout), gradients, or None.
+        The input is (tensors, layout) for F, gradients for B and I, or None if no other stage sends it.
         """
         kind, stage, _ = operation
         if kind == "F" and stage > 0:
@@ -261,7 +261,10 @@ class Pipeline(PartOfModel):
                 self._boundaries[number - 1].send_gradients(gradients)
 
     def _values(self, stage: Stage, received: Any, batch: _Batch, part: int, grads: bool) -> Values:
-        """Return a stage's input: that of the batch, or what the stage before has sent."""
+        """Return a stage's input for micro-batch `part`: the batch's own for stage 0, else the activations `received`.
+
+        With `grads`, those that the layout marks get gradients in the backward pass, to be sent back.
+        """
         if stage.number == 0:
             return self._chain[0].values(batch.part_of(batch.x, part))
         tensors, layout = received
@@ -338,7 +341,7 @@ class Pipeline(PartOfModel):
 
 
 class _Batch:
-    """A batch in micro-batches: inputs `x` and targets `y`; `scaled` applies a GradScaler's scale to a loss."""
+    """A batch in micro-batches (parts): inputs `x` and targets `y`; `scaled` applies a GradScaler's scale to a loss."""
 
     def __init__(self, x: Any, y: Any, micro_batches: int, device: torch.device, scaled: Scale = None):
         self.x, self.y, self.scaled, self._device = x, y, scaled, device

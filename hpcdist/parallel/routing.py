@@ -53,7 +53,7 @@ class Routing:
         if seed < 0:
             raise ConfigError(f"seed of the routing must be at least 0; got {seed}. NumPy refuses negative seeds.")
         self._grid, self._seed = grid, seed
-        self.comm, self._column = grid.comm.split(0), grid.outer.split(0)
+        self.comm, self._column = grid.comm.split(0), grid.outer.split(0)  # all ranks; those of this stage
         self.agreement = Agreement(self.comm)
         self._batch = (-1, -1)  # steps before the latest batch, and batches since the last step
 

@@ -33,13 +33,13 @@ _WHOLE = {"ranks": 0, "dims": []}  # all ranks have the same, and the first one'
 class Shards(PartOfModel):
     """Collective. This rank's parts of a model's parameters and its buffers, named like "shard0of2.layer.weight".
 
-    Give this to the optimiser and to `DistributedOptimizer`; run the model itself, forward and backward. A part lies in
-    the same memory as the DTensor: whatever changes one changes the other. When the parts are moved (into flat memory,
-    to the consensus of all replicas and back), the DTensors follow before the model's next forward pass.
+    A part is a DTensor's local shard, with FSDP's padding, or a parameter that the ranks replicate. It lies in the
+    model's memory: whatever changes one changes the other. When the parts are moved (into flat memory, to the consensus
+    of all replicas and back), the DTensors follow before the model's next forward pass. Give this to the optimiser and
+    to `DistributedOptimizer`; run the model itself, forward and backward.
 
     A backward pass leaves its gradients here, as `.grad` of the parts, and none in the model; the optimiser's
     `zero_grad` resets them. If a gradient is not finite on one rank, it is not finite on all ranks of the replica.
-    Parts that fully_shard pads to one size on all ranks are padded here too.
 
     Parameters that all ranks of a replica hold whole, such as norms under tensor parallelism, are copied from the first
     rank after each step, because gossip may have mixed them with different replicas. Messages: one broadcast in the
@@ -74,10 +74,10 @@ class Shards(PartOfModel):
         for path, module in model.named_modules():
             if module._buffers:  # the same dictionary, for a module may replace its buffers
                 home: Any = self._home(path)
-                home._buffers, home.normalises = module._buffers, isinstance(module, _NormBase)
+                home._buffers, home.normalises = module._buffers, isinstance(module, _NormBase)  # for FlatBuffers
         repeated = [part.own for part in self._parts.values() if any(g.rank() > 0 for g in self._holders(part))]
         self.agreement = Agreement(grid.inner.split(0), repeated)
-        self._arrived: dict[_OwnShard, Tensor] = {}
+        self._arrived: dict[_OwnShard, Tensor] = {}  # gradients of the current backward pass, until `_deliver`
         for part in self._parts.values():
             if part.own.requires_grad:
                 part.tensor.register_post_accumulate_grad_hook(self._hook(part))
@@ -134,7 +134,7 @@ class Shards(PartOfModel):
         if moved and self._sharded:
             self._models[0].load_state_dict({}, strict=False)  # FSDP then looks up its parameters' memory again
         for part in moved:
-            part.trim()
+            part.trim()  # last: FSDP would copy tensors without padding
 
     @torch.no_grad()
     def share_values(self) -> None:
@@ -151,7 +151,7 @@ class Shards(PartOfModel):
                     tensor.copy_(values.view_as(tensor))
 
     def _holders(self, part: _OwnShard) -> list[Any]:
-        """Return process groups of ranks that hold the same part: one per mesh dimension that replicates it."""
+        """Return groups of ranks with the same part: one per mesh dimension that replicates it, equal on its ranks."""
         if self._ddp is not None:
             return [self._ddp.process_group] if self.grid.stages > 1 else []
         if not isinstance(part.tensor, DTensor):
@@ -179,7 +179,7 @@ class Shards(PartOfModel):
         return arrive
 
     def _deliver(self) -> None:
-        """Run a backward pass that sets the parts' gradients, so that their hooks run, too."""
+        """Collective in the replica. Set the parts' gradients by another backward pass, so that their hooks run."""
         arrived, self._arrived = self._arrived, {}
         if self._ddp is not None:  # also what other ranks alone have used; copies, as DDP's buckets are used again
             used = (part for part in self._parts.values() if part.tensor.grad is not None)
@@ -208,15 +208,18 @@ class _OwnShard:
         return self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor
 
     def describe(self, name: str) -> dict[str, Any]:
-        """See `PartOfModel.describe_parts`."""
+        """Return the entry of the parameter `name` in `PartOfModel.describe_parts`.
+
+        Mesh dimensions are in the order of sharding: the first one divides the whole tensor, the next one its chunks.
+        """
         described: dict[str, Any] = {**_WHOLE, "of": name, "shape": list(self.tensor.shape)}
         if isinstance(self.tensor, DTensor):
             placements, mesh = self.tensor.placements, self.tensor.device_mesh.mesh
             # fully_shard cuts after tensor parallelism, although its dimension of the mesh stands first.
             order = sorted(range(mesh.ndim), key=lambda i: getattr(placements[i], "split_factor", 1))
             described["ranks"] = mesh.permute(order).tolist()
-            known = all(_is_known(placements[i], placements[i + 1 :], mesh.shape[i + 1 :]) for i in order)
-            described["dims"] = [getattr(placements[i], "dim", None) for i in order] if known else None
+            by_chunk = all(_is_known(placements[i], placements[i + 1 :], mesh.shape[i + 1 :]) for i in order)
+            described["dims"] = [getattr(placements[i], "dim", None) for i in order] if by_chunk else None
         return described
 
     def check(self, name: str) -> None:

@@ -35,6 +35,9 @@ class _Alias(torch.autograd.Function):
 class Stage:
     """One stage of a model, on the rank that has it.
 
+    Calls for each micro-batch: `enter` (not in the first stage), `forward` and directly after it `keep_outputs`; later
+    `backward`, or `backward_inputs` and then `backward_weights`.
+
     Args:
         number: 0 for the first one.
         chain: its layers.
@@ -49,7 +52,7 @@ class Stage:
         self._inputs_of: dict[int, list[Tensor]] = {}  # by micro-batch: inputs that get a gradient
         self._outputs: dict[int, list[Tensor]] = {}  # by micro-batch: outputs that get one, or the loss
         self._later: dict[int, Callable[[], Any] | None] = {}  # postponed parts of backward passes
-        self._latest: Recomputation | None = None  # of the last forward pass
+        self._latest: Recomputation | None = None  # of the last forward pass, until `keep_outputs`
         self._recomputations: dict[int, Recomputation | None] = {}
 
     def __str__(self) -> str:

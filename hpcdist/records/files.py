@@ -64,9 +64,9 @@ class Stamp(NamedTuple):
 
 
 def write_durably(path: Path, chunks: Iterable[bytes | np.ndarray]) -> Stamp:
-    """Write pieces (bytes, or flat uint8 arrays) into a new file and fsync it.
+    """Write chunks (bytes, or flat uint8 arrays) into a new file and fsync it.
 
-    `chunks` may be a generator: each piece is written before the next one is created.
+    `chunks` may be a generator: each one is written before the next one is created, and may reuse its memory.
 
     Raises:
         OSError: the file exists, or can't be written.

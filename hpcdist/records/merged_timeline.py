@@ -100,7 +100,10 @@ def _events(path: Path, rank: RankTimeline, zero_s: float) -> Iterator[Event]:
 
 
 class _Links:
-    """The connections between events of several ranks: collective calls, and messages."""
+    """The connections between events of several ranks: collective calls, and messages.
+
+    Events have an id in `args["call"]`, `["sent"]` or `["received"]` that is the same on all ranks; see `comm.traced`.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, int]] = {}  # of a call: when the last rank came, and which

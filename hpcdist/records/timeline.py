@@ -39,13 +39,14 @@ class Timeline:
     def __init__(self, path: Path, rank: int, now: Callable[[], float], max_events: int = MAX_EVENTS):
         self.path, self.rank, self.now = path, rank, now
         self.role = ""  # of the rank, which its name shows
-        self._recent: list[tuple[int, float, float, str, str, Details]] = []  # not yet written
+        # Events that are not yet written: row, start, end, name, category, details.
+        self._recent: list[tuple[int, float, float, str, str, Details]] = []
         self._first_left = max_events - max_events // 2  # number of first events that may still be written
         self._last: deque[tuple[int, float, float, str, str, Details]] = deque(maxlen=max_events // 2)
         self.dropped = 0  # the number of missing events
         self.clock: list[tuple[float, float]] = []  # moments, and this clock minus the first rank's at each, in seconds
         self.error_s = 0.0  # the largest error of these differences
-        self._rows: dict[int, int] = {}  # numbers of threads in the file, by Python's thread ids
+        self._rows: dict[int, int] = {}  # by Python's thread id: the thread's row in viewers, "tid" in the file
         self._writing = threading.Lock()
         self._rank_path = rank_path(path, rank)
         with writing(self._rank_path):

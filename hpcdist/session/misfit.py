@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from hpcdist.errors import DataError, place
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
-CROSS_ENTROPIES = {"cross_entropy", "nll_loss"}  # functions of torch
 KINDS = (RuntimeError, IndexError, ValueError)  # these alone: not OutOfMemoryError, say
 
 
@@ -107,7 +106,7 @@ def _explain(
         part, advice = f"{where} {layer if is_leaf else type(layer).__name__},", "the model"
         if isinstance(layer, nn.Embedding):
             advice = f"the embedding, whose ids are integers from 0 to {layer.num_embeddings - 1}"
-    elif isinstance(outputs := batch.get("outputs"), Tensor) and outputs.dim() > 1 and called & CROSS_ENTROPIES:
+    elif isinstance(outputs := batch.get("outputs"), Tensor) and outputs.dim() > 1 and "cross_entropy" in called:
         shape = f"({', '.join(['samples', *map(str, outputs.shape[2:])])})"
         advice += f"; cross entropy takes y of shape {shape}, int64, from 0 to {outputs.shape[1] - 1}"
     got = ", ".join(f"{key} of {_described(value)}" for key, value in batch.items() if isinstance(value, Tensor))

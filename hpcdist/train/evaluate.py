@@ -37,7 +37,8 @@ def evaluate_replica(
 ) -> dict[str, float]:
     """Collective. Return loss and metrics of a module that is equal in all replicas; see `evaluate`.
 
-    In a model in stages only the rank with the last stage has outputs; the others get None.
+    In a model in stages only the rank with the last stage has outputs and adds to the sums over `comm`; on the others
+    `module` returns None, but they must call it for as many batches.
     """
     others = comm if others is None else others
     device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))

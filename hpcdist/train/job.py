@@ -190,17 +190,13 @@ def check_path(job: Job, config: JobConfig) -> None:
 
 def _write_by(write: Callable[[Path], object], path: Path) -> None:
     """Let a job's function write its data; raise ConfigError if it takes no path, or writes no file there."""
-    if isinstance(write, str | Path):
-        raise ConfigError(
-            f"data of the job must be a function that writes a file, or torch Datasets; got the path {str(write)!r}. A "
-            f"file that exists is a setting: leave data out, and pass defaults={{'data': {{'path': {str(write)!r}}}}}."
-        )
     try:
         inspect.signature(write).bind(path)
     except TypeError as error:
         raise ConfigError(
-            f"data of the job must be a function of the path of the file to write; got one that takes others ({error})."
-            " Give it one argument, or pass torch Datasets by the names train and test."
+            f"data of the job must be a function of the path of the file to write; got another ({error}). Give it "
+            "one argument, or pass torch Datasets by the names train and test. The path of a file that exists is a "
+            "setting: defaults={'data': {'path': 'digits.h5'}}, without data."
         ) from None
     except ValueError:  # written in C
         pass

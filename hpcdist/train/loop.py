@@ -280,7 +280,7 @@ class Trainer:
         self._on_survivors(lambda: require_finite(self.strategy, self.comm, self.position.step))
 
     def _on_survivors(self, action: Callable[[], T]) -> T:
-        """Collective. Return the result of `action`, repeated by the surviving ranks if a rank fails meanwhile."""
+        """Collective. Return the result of `action`; if a rank dies meanwhile, the surviving ranks run it again."""
 
         def shrunk() -> T:
             self.strategy.shrink()
@@ -290,12 +290,12 @@ class Trainer:
         return self.comm.failures.retry_on_failure(shrunk, self.strategy.comm.failures)
 
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
-        """Take `count` steps of this epoch, starting with step `first`. Servers process messages until the end."""
+        """Take `count` steps of this epoch from step `first` on, to a sync point. Servers serve until then."""
         steps = range(first, first + count)
         portions = self.strategy.contract.batch == "portions"
-        take = self._step_in_portions if portions else self._step
+        take_step = self._step_in_portions if portions else self._step
         for step, batch in enumerate(period([self.optimizer], self._weighted(batches, steps, portions)), first):
-            take(*batch)
+            take_step(*batch)
             if (step + 1) % self.config.log_every == 0:
                 self.log.report(self.loader.plan.position(step + 1))
 
@@ -311,7 +311,7 @@ class Trainer:
             yield WeightedBatch(batch, weight, ends_epoch=step == plan.steps - 1)
 
     def _step_in_portions(self, indices: np.ndarray, joint: JointBatch) -> None:
-        """Take a step in which the optimiser evaluates portions of a joint batch."""
+        """Take a step in which L-BFGS evaluates portions of a joint batch: slices of its samples' `indices`."""
         batch_samples = self.config.batch_size * self.config.accumulation
 
         def evaluate(portion: slice) -> torch.Tensor:

@@ -146,19 +146,22 @@ class StagedReplica(JobReplica):
     def account(self, record: StepRecord) -> StepRecord:
         now = self.module.traffic()
         spent, self._before = now - self._before, now
-        lost_s = spent.communicating_s + spent.waiting_s
+        exchange_s = spent.communicating_s + spent.waiting_s  # inside `backward`, so far counted as computing
         record = replace(
             record,
             **{name: getattr(record, name) + amount for name, amount in vars(spent).items()},
-            computing_s=max(0.0, record.computing_s - lost_s),
+            computing_s=max(0.0, record.computing_s - exchange_s),
             stage_bytes=spent.bytes_sent,
-            stage_s=lost_s,
+            stage_s=exchange_s,
             waited_for={rank * self.grid.stages + self.grid.stage: s for rank, s in record.waited_for.items()},
         )
         return record if self.is_logging else replace(record, samples=0, loss=None, staleness=(), dropped=0)
 
     def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
-        """Return the sha256 that `records.digest` has for the whole model's flat tensors. Collective in the replica."""
+        """Return the sha256 that `records.digest` has for the whole model's flat tensors. Collective in the replica.
+
+        All ranks iterate over all chunks, in the order of the whole model; each sends its own to the first rank.
+        """
         inner, sha, pipeline = self.grid.inner, hashlib.sha256(), self.module
         repeated = set(map(id, pipeline.tied.repeated))  # the whole model has them in the first stage
         layer_numbers = [number for stage in pipeline.stages for number in pipeline.cut.layers(stage)]

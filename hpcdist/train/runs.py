@@ -194,7 +194,7 @@ def _check_stages(job: Job, config: JobConfig) -> None:
 def _open_folder(
     job_path: Path, config: JobConfig, ranks: int, output: Path | None, resume: bool, until_the_end: ExitStack
 ) -> Path:
-    """Create or find the run's folder, and lock it until the end."""
+    """Create or find the run's folder, and lock it until `until_the_end` is closed."""
     if output is None and resume:
         raise ConfigError("--output must be given with --resume; got none. It names the run to resume.")
     folder = output

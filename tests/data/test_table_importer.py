@@ -186,7 +186,7 @@ def test_the_task_is_never_guessed(tmp_path):
     for source in (tmp_path / "a.npy", tmp_path / "a.csv"):
         with pytest.raises(
             ConfigError,
-            match="task must be given where targets are whole numbers.* .* has 3 of them. Pass",
+            match="task must be given where targets may be classes or numbers.* .* has 3 different ones. Pass",
         ):
             convert(source, tmp_path / "a.h5")
         with HDF5Dataset(convert(source, tmp_path / "a.h5", task="classification", test_fraction=0)) as dataset:

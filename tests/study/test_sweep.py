@@ -229,6 +229,8 @@ def test_the_page_says_which_settings_are_best_and_which_matter(tmp_path):
         and "Compared with the reference" not in page
     )
     assert "The best settings: <code>optimizer.lr</code> 0.008, <code>batch_size</code> 16, with accuracy 90 %." in page
+    assert "of the differences between 15 complete trials (rough: fewer than 20)." in page
+    assert "Accuracy over optimizer.lr. The best trial has" in page
     assert "15 of 16 trials had the whole budget; 1 failed." in page and "each ran with one seed" in page
     found = json.loads((tmp_path / "report" / "runs.json").read_text())["jobs"][0]["sweep"]
     assert found["importance"]["optimizer.lr"] > 0.9 and sum(found["importance"].values()) == pytest.approx(1)

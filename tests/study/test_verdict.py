@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 
 from harness.cases import each
+from hpcdist.tools import cli
 from hpcdist.tools.report import table, write
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.page import numbers
@@ -185,6 +187,50 @@ def judged(folder: Path, name: str) -> Analysis:
     evidence.write_comparison(folder, runs, **said)
     (job,) = read_jobs([folder])
     return analyse(job)
+
+
+def test_a_headline_begins_with_the_caveat_and_says_each_fact_once(tmp_path):
+    runs = kind("allreduce", TWO, 4.0, **ONE) + kind("softsync", TWO, 6.0, **ONE)
+    evidence.write_comparison(tmp_path, runs + kind("allreduce", (0.98, 0.9)) + kind("softsync", (0.9, 0.91)))
+    (job,) = read_jobs([tmp_path])
+    assert judge(analyse(job)).headline == (
+        "Each comparison has fewer than 3 seeds, too few to estimate noise: nothing here is a result. `allreduce` on 1 "
+        "rank was the first of all that reached 97 % (final accuracy 98.05 %); `allreduce` on 2 ranks did in 1 of 2 "
+        "seeds (final accuracy 94 %). `softsync` on 1 rank reached 97 % in all seeds; `softsync` on 2 ranks in 0 of 2 "
+        "seeds (final accuracy 90.5 %)."
+    )
+
+
+def shared(folder: Path) -> Path:
+    """On one rank softsync shares the run of allreduce."""
+    runs = [{"name": name, "ranks": ranks, "strategy": name, "made": (name, ranks) != ("softsync", 1)}
+            for name in ("allreduce", "softsync") for ranks in (1, 2)]  # fmt: skip
+    evidence.write_comparison(folder, runs)
+    plan = json.loads((folder / "comparison.json").read_text())
+    for run in plan["runs"]:
+        run["set"] = [f"strategy={run['name']}"]
+    plan["runs"][2] |= {"folder": "runs/0", "set": ["strategy=allreduce"]}
+    (folder / "comparison.json").write_text(json.dumps(plan))
+    return folder
+
+
+def test_a_run_that_groups_share_counts_once_and_is_chosen_for_its_own_group(tmp_path, capsys):
+    folder = shared(tmp_path / "a")
+    assert "3 of 3 ended" in write(folder).read_text()
+
+    def chosen(condition: str) -> list[tuple[str, int]]:
+        assert cli._run(["report", str(folder), "--where", condition, "--json"], True) == 0
+        return [(row["name"], row["ranks"]) for row in json.loads(capsys.readouterr().out)[0]["rows"]]
+
+    assert chosen("strategy=allreduce") == [("allreduce", 1), ("allreduce", 2)]
+    assert chosen("comparison=a") == [("allreduce", 1), ("softsync", 1), ("allreduce", 2), ("softsync", 2)]
+
+
+def test_a_target_in_percent_is_refused_where_the_metric_is_a_share(tmp_path, capsys):
+    evidence.write_run(tmp_path / "a")
+    assert cli._run(["report", str(tmp_path), "--target", "accuracy=95"], True) == 1
+    said = "--target of accuracy must be a share from 0 to 1; got 95. Write 95 % as accuracy=0.95."
+    assert said in capsys.readouterr().err
 
 
 @each("name", TABLES)

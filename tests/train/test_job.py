@@ -73,11 +73,11 @@ def test_the_data_file_of_the_job_is_made_in_any_folder(tmp_path):
     [
         (
             lambda: None,
-            r"data of the job must be a function of the path of the file to write; got one that takes others",
+            r"data of the job must be a function of the path of the file to write; got another .too many",
         ),
         (
             "o/a.h5",
-            r"data of the job must be a function .*; got the path 'o/a.h5'.* defaults={'data': {'path': 'o/a.h5'}}",
+            r"data of the job must be a .*; got another .'o/a.h5' is not a callable.* defaults={'data': {'path'",
         ),
         (lambda path: (1, 2), r"data of the job must write the file at its argument, .*; got none at .*new.h5"),
     ],

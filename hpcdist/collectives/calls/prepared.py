@@ -88,7 +88,8 @@ class SlotCall:
         self._seen: dict[tuple[int, ...], bool] = {}  # by the tensors' addresses
 
     def __call__(self, *tensors: Tensor) -> bool:
-        start, before_s, slots = clock(), self._traffic.communicating_s, self._slots
+        before_s, slots = self._traffic.communicating_s, self._slots
+        start = clock() - self._traffic.waiting_s  # waiting for ranks in the call is not communicating
         data = [view(tensor) for view, tensor in zip(self._views, tensors)]
         for segment, bind in self._segments:
             parts = data if len(self._segments) == 1 else [array[..., segment] for array in data]
@@ -99,7 +100,8 @@ class SlotCall:
                     return False
                 step()
         self._traffic.bytes_fetched += self._fetched
-        self._traffic.communicating_s = before_s + clock() - start  # set: messages across nodes added to it, too
+        # Set: messages across nodes added to it, too.
+        self._traffic.communicating_s = before_s + max(0.0, clock() - self._traffic.waiting_s - start)
         return True
 
     def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
@@ -117,7 +119,8 @@ class SlotCall:
         steps_of: list[tuple[Step, Sequence[Exchanged]] | None] = [None] * slots.period  # by the slots' buffer
 
         def call() -> bool:
-            start, before_s, index = clock(), traffic.communicating_s, slots.calls % slots.period
+            before_s, index = traffic.communicating_s, slots.calls % slots.period
+            start = clock() - traffic.waiting_s
             steps = steps_of[index]
             if steps is None:
                 steps = steps_of[index] = bind(slots.calls, *data)
@@ -127,7 +130,7 @@ class SlotCall:
                     return False
                 step()
             traffic.bytes_fetched += fetched
-            traffic.communicating_s = before_s + clock() - start
+            traffic.communicating_s = before_s + max(0.0, clock() - traffic.waiting_s - start)
             return True
 
         return call

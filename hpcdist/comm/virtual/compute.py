@@ -131,7 +131,7 @@ class Replay(ComputeModel):
 
 
 def describe(model: ComputeModel) -> dict[str, Any]:
-    """Return a compute model's class name, as `model`, and its parameters."""
+    """Return a compute model's class name, as `model`, and its parameters, nested models alike: for `run.json`."""
     public = {key: value for key, value in vars(model).items() if not key.startswith("_")}
     values = {key: describe(value) if isinstance(value, ComputeModel) else value for key, value in public.items()}
     return {"model": type(model).__name__, **values}

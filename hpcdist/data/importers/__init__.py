@@ -70,15 +70,14 @@ def as_targets(
     if values.dtype.kind in "OSU":
         values = np.array([_word(value) for value in values])
     textual, floating = values.dtype.kind == "U", values.dtype.kind == "f"
-    kind = "whole numbers, classes or not"
+    kind = f"one-hot classes or {values.shape[1]} numbers each" if values.ndim > 1 else "classes or numbers, all whole"
     if values.ndim == 2 and not textual and ((values != 0).sum(axis=1) == 1).all() and (values.max(axis=1) == 1).all():
-        kind = f"rows of a single 1, one-hot classes or {values.shape[1]} numbers each"
         values = values.argmax(axis=1).astype(values.dtype)  # one-hot
     may_be_labels = values.ndim == 1 and (textual or not floating or bool((values == np.round(values)).all()))
     if may_be_labels and floating and not task:
         raise ConfigError(
-            f"task must be given where targets are {kind}; got none, and {where} has {len(np.unique(values))} of "
-            "them. Pass task=classification or task=regression, as --task on the command line."
+            f"task must be given where targets may be {kind}; got none, and {where} has "
+            f"{len(np.unique(values))} different ones. Pass task (--task): classification or regression."
         )
     if (not may_be_labels and task == "classification") or (textual and task == "regression"):
         raise ConfigError(

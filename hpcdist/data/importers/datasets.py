@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from hpcdist.data.importers import as_targets, padded, random_splits
 from hpcdist.data.writer import Block, Split, create
-from hpcdist.errors import ConfigError, DataError, require_packages, suggestion
+from hpcdist.errors import ConfigError, DataError, UnknownNameError, require_packages
 from hpcdist.records import open_regular, writing
 
 MODES = ("RGB", "L")
@@ -75,10 +75,7 @@ def convert(
                 raise DataError(
                     f"{source} must have a folder of images for each class, and two or more; got no classes."
                 )
-            raise ConfigError(
-                f"x and y must be columns of {source}, which has {', '.join(features)}; got {', '.join(unknown)}."
-                f"{suggestion(unknown[0], features)}"
-            )
+            raise UnknownNameError(f"x and y of {source}", unknown[0], features)
         targets = [np.array(part.with_format("numpy")[y][:]) for part in parts.values()]
         names = getattr(features[y], "names", [])
         labels, names = (targets, names) if names else as_targets(task, f"{y} of {source}", targets)

@@ -177,8 +177,7 @@ def _checked(path: Path, frame: pd.DataFrame, delimiter: str) -> tuple[pd.DataFr
     rows, columns = np.nonzero(is_bad)
     if len(rows):
         location = f"line {_line(path, delimiter, rows[0])}" if path.suffix == ".csv" else f"sample {rows[0]}"
-        value = frame.iat[rows[0], columns[0]]
-        got = "an empty cell or nan" if pd.isna(value) else value
+        got = "an empty cell or nan" if pd.isna(value := frame.iat[rows[0], columns[0]]) else value
         more = f", and {len(rows) - 1} more" if len(rows) > 1 else ""
         raise DataError(
             f"{path} must have finite numbers, or words, in a column; got {got} in {location}, "

@@ -31,11 +31,11 @@ class Outcome:
 
 @contextmanager
 def waiting_for_work(comm: Communicator) -> Iterator[None]:
-    """Context: count its time as waiting, except what a thread on `comm` counts as communicating meanwhile."""
+    """Context: count its time as waiting, except what a thread on `comm` counts meanwhile."""
     traffic = comm.trace.traffic
-    start_s = comm.now() - traffic.communicating_s
+    start_s = comm.now() - traffic.communicating_s - traffic.waiting_s
     yield
-    traffic.waiting_s += max(0.0, comm.now() - traffic.communicating_s - start_s)
+    traffic.waiting_s += max(0.0, comm.now() - traffic.communicating_s - traffic.waiting_s - start_s)
 
 
 class Recorder:

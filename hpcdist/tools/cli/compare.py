@@ -180,22 +180,22 @@ def sweep() -> None:
 def trial(
     output: Annotated[Path, typer.Option(envvar="HPCDIST_RUN", help="Folder of the run.")],
 ) -> None:
-    """Execute one run of a sweep, or of a script, on the ranks that mpirun or srun started. Collective."""
+    """Execute one run of a sweep, or of a script, on the ranks that compare, simulate or sweep started. Collective."""
     from hpcdist import session
     from hpcdist.comm.launch import job_end
     from hpcdist.tools.compare.trials import find_script, train
     from hpcdist.tools.simulate.launcher import Simulation
 
-    if (planned := find_script(output)) is not None:
-        experiment, run, call = planned
+    if (script_run := find_script(output)) is not None:
+        experiment, run, call = script_run  # `call` executes the script
         if experiment.virtual is None:
             call()
         else:
             Simulation.of(experiment).train(run, output, call)
         return
-    comm = session.init(run=False)
+    comm = session.init(run=False)  # the trainer writes the run's files
     folder, summary = train(comm, output, job_end(os.environ) if comm.rank == 0 else None, sys.argv)
     if summary is None:
-        raise typer.Exit(LEFT)
+        raise typer.Exit(LEFT)  # the run has saved, to be resumed
     if comm.rank == comm.failures.alive[0]:
         console.result(folder, summary)

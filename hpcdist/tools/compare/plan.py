@@ -1,4 +1,8 @@
-"""Plan an experiment: its groups of runs, and the order of the runs. Nothing is started, read or written here."""
+"""Plan an experiment: its groups of runs, and the order of the runs. Nothing is started, read or written here.
+
+An experiment is a comparison or a sweep. A run trains once, with one seed; a group has the runs that differ in their
+seeds only: of a strategy on a number of ranks, of a serial control, or of a sweep's trial.
+"""
 
 from __future__ import annotations
 

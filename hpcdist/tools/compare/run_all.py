@@ -66,7 +66,7 @@ class Runner:
 
         def work() -> None:
             while True:
-                with lock:
+                with lock:  # threads can't share a generator
                     run = next(remaining, None)
                 if run is None:
                     return

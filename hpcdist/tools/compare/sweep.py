@@ -132,12 +132,12 @@ class SweptRuns(ExperimentRuns):
         return DataFrame(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the table's rows, one per started trial: the best first, then pruned, running and failed ones."""
+        """Return the table's rows, one per started trial: the best first, then pruned (cut), running, failed ones."""
         order = ("complete", "cut", "running", "failed")
 
-        def sort_key(trial: SweepTrial) -> tuple[float, ...]:  # of cut trials, those that trained longest first
-            merit = math.inf if trial.value is None else -trial.value if self.higher_is_better else trial.value
-            return order.index(trial.state), -(trial.samples or 0) if trial.state == "cut" else 0, merit
+        def sort_key(trial: SweepTrial) -> tuple[float, ...]:  # of pruned trials, those that trained longest first
+            cost = math.inf if trial.value is None else -trial.value if self.higher_is_better else trial.value
+            return order.index(trial.state), -(trial.samples or 0) if trial.state == "cut" else 0, cost
 
         trials = sorted((trial for trial in self._trials.all() if trial.settings), key=sort_key)
         metric = self.experiment.metric

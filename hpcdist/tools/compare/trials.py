@@ -55,6 +55,7 @@ class SweepTrial:
     """A trial, as `sweep.json` lists it.
 
     Attributes:
+        state: "cut" if the pruner has ended it.
         settings: values by key; empty before they are sampled.
         value: the metric's mean over the trial's runs; of a pruned trial, from the last evaluation.
         samples: of its first run, once that has ended.

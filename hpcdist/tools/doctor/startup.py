@@ -69,7 +69,7 @@ def check(
 
 
 def pairs_to_try(count: int) -> list[Pair]:
-    """Return the pairs of `count` members to try: all, or, of more than ALL_PAIRS, those 1, 2, 4, ... apart."""
+    """Return the pairs of `count` members to try: all; beyond ALL_PAIRS members those 1, 2, 4, ... apart in a ring."""
     steps = range(1, count) if count <= ALL_PAIRS else [1 << i for i in range((count - 1).bit_length())]
     pairs = ((first, (first + step) % count) for first in range(count) for step in steps)
     return sorted({(min(pair), max(pair)) for pair in pairs})

@@ -22,7 +22,7 @@ from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis, analyse
 from hpcdist.tools.report.methods import methods
-from hpcdist.tools.report.results import JobRuns, Progress, read_jobs
+from hpcdist.tools.report.results import Progress, read_jobs
 from hpcdist.tools.report.table import as_value, criteria_of, write_csv
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.version import __version__
@@ -138,7 +138,7 @@ def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
         question, facts, verdict = "Which settings?", facts_of_sweep(swept), judge_sweep(swept)
         sections, of_sweep = sections_of_sweep(swept), {"sweep": swept}
     else:
-        question, facts, verdict = "Which strategy?", _facts(job), judge(analysis)
+        question, facts, verdict = "Which strategy?", _facts(analysis), judge(analysis)
         sections, of_sweep = sections_of(analysis), {}
     text, virtual = methods(analysis), {item.virtual for item in job.runs}
     return {
@@ -150,7 +150,7 @@ def _part(analysis: Analysis, prefix: str) -> dict[str, Any]:
         "numbers": {**of_sweep, "methods": text},
         "virtual": "" if True not in virtual else "some" if False in virtual else "all",
         "name": job.section,
-        "runs": len(job.runs),
+        "runs": len(analysis.runs),
         "prefix": prefix,
     }
 
@@ -211,9 +211,10 @@ def sections_of(analysis: Analysis) -> list[Section]:
     return sections
 
 
-def _facts(job: JobRuns) -> dict[str, str]:
+def _facts(analysis: Analysis) -> dict[str, str]:
     """Return the facts for the page's head by name: metric, target, budget, reference, runs, dates."""
-    runs, better = [result.run for result in job.runs], "higher" if job.higher_is_better else "lower"
+    job, runs = analysis.job, [result.run for result in analysis.runs]
+    better = "higher" if job.higher_is_better else "lower"
     target = wording.NONE if job.target is None else wording.value(job.metric, job.target)
     listed = {"metric": f"{job.metric} ({better} is better)", "target": target}
     if job.budget:

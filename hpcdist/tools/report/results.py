@@ -17,6 +17,7 @@ from pandas import DataFrame, Index
 from hpcdist.config.merge import differing
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Evaluation
+from hpcdist.tools.report.wording import is_share
 from hpcdist.tools.runs import COMPARISON, SWEEP, Run, Steps, find_runs, read_comparison
 
 POINTS = 60  # of a loss curve
@@ -197,6 +198,12 @@ def read_jobs(
     if target is None:
         return jobs
     name, value = target
+    finals = [result.run.summary.metrics.get(name, 0.0) for job in jobs for result in job.runs if result.run.summary]
+    if is_share(name) and value > 1 and all(final <= 1 for final in finals):
+        example = f"{name}={value / 100:g}"
+        raise ConfigError(
+            f"--target of {name} must be a share from 0 to 1; got {value:g}. Write {value:g} % as {example}."
+        )
     # Metrics of each job.
     known = [{key for result in job.runs if result.run.summary for key in result.run.summary.metrics} for job in jobs]
     if not any(name in metrics for metrics in known):
@@ -220,6 +227,7 @@ def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | 
     try:
         is_virtual = bool(plan.get("virtual"))
         selected = [run for run in plan["runs"] if only is None or folder / run["folder"] in only]
+        selected = selected if only is None else _without_sharers(selected)
         runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(selected, READING)]
         metric = plan["metric"] or _first_metric(runs)  # empty for a script
         guessed = is_higher_better(metric)
@@ -241,6 +249,17 @@ def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | 
             f"{folder / COMPARISON} must be written by `hpcdist compare`; got {type(error).__name__}: {error}. Run it "
             "again."
         ) from None
+
+
+def _without_sharers(planned: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Leave out groups of which only runs were chosen that another group shares with them, such as on one rank."""
+    uses = Counter(run["folder"] for run in planned)
+    # Names of groups with a run of their own.
+    own = {
+        run["name"] for run in planned if uses[run["folder"]] == 1 or f"strategy={run['name']}" in run.get("set", ())
+    }
+    owned = {run["folder"] for run in planned if run["name"] in own}
+    return [run for run in planned if run["name"] in own or run["folder"] not in owned]
 
 
 def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:

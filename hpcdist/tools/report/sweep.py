@@ -17,7 +17,7 @@ from hpcdist.tools.report import wording
 from hpcdist.tools.report.verdict import Verdict
 from hpcdist.tools.runs import SWEEP
 
-LEAST = 4  # complete trials, to compute importance
+LEAST, ROUGH = 4, 20  # complete trials, to compute importance; fewer than ROUGH give a rough one
 EDGE = 0.05  # fraction of a range: a best value this close to its end may lie beyond
 
 
@@ -111,7 +111,9 @@ def judge_sweep(swept: SweptSettings) -> Verdict:
         gap = wording.gap(metric, abs(best.measured - second.measured), sign=False)
         reasons.append(f"Next: {described(second)}, {gap} behind.")
     for key, share in swept.importance.items():
-        reasons.append(f"`{key}` explains {100 * share:.0f} % of the differences between complete trials.")
+        rough = f" (rough: fewer than {ROUGH})" * (len(complete) < ROUGH)
+        of_trials = f"of the differences between {len(complete)} complete trials{rough}"
+        reasons.append(f"`{key}` explains {100 * share:.0f} % {of_trials}.")
     for axis in swept.space:
         if (end := _end(axis, best.settings[axis.key])) is not None:
             caveats.append(

@@ -10,7 +10,7 @@ from hpcdist.tools.compare.space import Axis
 from hpcdist.tools.compare.trials import SweepTrial
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.figures.base import COLOURS, WIDTH, ReportFigure, ReportTable, Section, axes_of
-from hpcdist.tools.report.sweep import LEAST, SweptSettings, described
+from hpcdist.tools.report.sweep import LEAST, ROUGH, SweptSettings, described
 
 
 def facts_of_sweep(swept: SweptSettings) -> dict[str, str]:
@@ -34,7 +34,7 @@ def sections_of_sweep(swept: SweptSettings) -> list[Section]:
         importance = [ReportTable("Importance", ["setting", "share"], shares)] if shares else []
         remark = (
             "Importance is the share of the variance between complete trials that a setting alone explains (fANOVA, "
-            f"Hutter et al. 2014). It needs Optuna and {LEAST} or more complete trials."
+            f"Hutter et al. 2014). It needs Optuna and {LEAST} or more complete trials; below {ROUGH} it is rough."
         )
         sections.append(Section("settings", "Which settings matter", {None: figures}, importance, [remark]))
     if others := [_row(swept, trial) for trial in swept.trials if trial.state != "complete" and trial.settings]:
@@ -87,7 +87,7 @@ def _metric_over_setting(swept: SweptSettings, number: int, axis: Axis) -> Repor
     axes.set_ylabel(swept.metric)
     axes.legend(fontsize=9)
     best = swept.complete[0]
-    alt_text = [f"the best trial has {key} {best.settings[key]} and {wording.value(swept.metric, best.measured)}"]
+    alt_text = [f"The best trial has {key} {best.settings[key]} and {wording.value(swept.metric, best.measured)}"]
     return ReportFigure(f"setting-{number}", f"{wording.capital(swept.metric)} over {key}", alt_text, figure)
 
 

@@ -170,20 +170,28 @@ def _headline(analysis: Analysis) -> str:
     if not any(group.ended for group in analysis.groups):
         return "No run has ended: there is nothing to judge yet."
     sentences = [text for first, text in _first_to_reach(analysis, LEAST_RATIO) if first.ranks == 1]
-    sentences += _who_reached(analysis, bool(sentences))
+    sentences += _who_reached(analysis, " ".join(sentences))
     contenders = [contrast for contrast in analysis.contrasts if contrast.group.kind != "serial"]
     if contenders:
         some_reached = analysis.job.target is None or any(group.seconds_to_target for group in analysis.groups)
-        sentences += _winners_or_none(analysis, contenders, some_reached and bool(sentences))
+        found = list(_winners_or_none(analysis, contenders, some_reached and bool(sentences)))
+        untested = all(contrast.outcome(LEAST_RATIO) == "unknown" for contrast in contenders)
+        sentences = found + sentences if untested else sentences + found  # the caveat first
     reference = f"`{analysis.job.reference}`"
     return " ".join(sentences) or f"There is nothing to compare: no runs but those of {reference} on these ranks."
 
 
-def _who_reached(analysis: Analysis, is_first_named: bool) -> Iterator[str]:
-    """Yield a sentence on the groups that reached the target and those that did not; none if all did."""
+def _who_reached(analysis: Analysis, said: str) -> Iterator[str]:
+    """Yield a sentence on the groups that reached the target and those that did not, except those that were `said`.
+
+    It yields none if all did.
+    """
     groups = [group for group in analysis.groups if group.n_started]
-    in_all, others = ([group for group in groups if group.all_reached is reached] for reached in (True, False))
-    if analysis.job.target is None or not others or (is_first_named and len(groups) == 2):
+    if analysis.job.target is None or all(group.all_reached for group in groups):
+        return
+    rest = [group for group in groups if _on(group, always=True) not in said]
+    in_all, others = ([group for group in rest if group.all_reached is reached] for reached in (True, False))
+    if not rest:
         return
     if not any(group.seconds_to_target for group in groups):
         yield f"No run {_done(analysis.job)}."
@@ -253,10 +261,11 @@ def _untested(analysis: Analysis, contenders: Sequence[Contrast]) -> str:
     if fastest is None or math.isinf(fastest.mean_seconds):
         return text
     best = max(groups, key=lambda group: fmean(group.final.values()) * (1 if group.job.higher_is_better else -1))
-    text += f" In {these} {_on(fastest)} was the fastest ({_ends(fastest)})"
+    is_said = any(first is fastest and first.ranks == 1 for first, _ in _first_to_reach(analysis, LEAST_RATIO))
+    claims = [f"{_on(fastest)} was the fastest ({_ends(fastest)})"] * (not is_said)
     if fmean(best.final.values()) != fmean(fastest.final.values()):
-        text += f", {_on(best)} the best in {best.job.metric} ({_ends(best)})"
-    return f"{text}."
+        claims.append(f"{_on(best)} {'was ' * is_said}the best in {best.job.metric} ({_ends(best)})")
+    return f"{text} In {these} {', '.join(claims)}." if claims else text
 
 
 # --- caveats ----------------------------------------------------------------------------------------------------------

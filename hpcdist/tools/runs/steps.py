@@ -34,16 +34,16 @@ class Steps:
     for a NaN or infinite loss), `gradients` applied, their `staleness`, `skipped` steps. `clock` is the maximum.
 
     Args:
-        follow: limit each rank to BLOCKS rows of 2, 4, 8... steps, whose `step` is the last one, and skip invalid
-            lines. Otherwise an invalid line raises DataError.
+        follow: for a run that may still write: limit each rank to BLOCKS rows of 2, 4, 8... steps, whose `step` is the
+            last one, and skip invalid lines. Otherwise an invalid line raises DataError.
 
     Attributes:
         frame: a row per step and rank, or per block of steps.
         recent: the newest steps of each rank.
-        losses: each rank's newest loss, NaN included.
+        losses: each rank's newest loss, NaN included; not the frames' column, which counts losses.
         lost_ranks: ranks that died or fell silent, by the newest records.
         widths: steps per row of each rank.
-        grew_s: last growth of each rank's file, by this process's monotonic clock.
+        grew_s: by rank, when its file last grew, by this process's monotonic clock.
     """
 
     def __init__(self, folder: Path, *, follow: bool = False):

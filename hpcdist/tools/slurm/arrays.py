@@ -34,7 +34,8 @@ def specify(
 ) -> list[JobSpec]:
     """Return the specifications of the arrays, one per number of ranks: all tasks of an array have the same size.
 
-    Ranks are on one node, or on several by `ranks_per_node`. `overrides` are settings of the jobs.
+    Ranks are on one node, or on several by `ranks_per_node` in `overrides`, settings of the jobs. `at_once`: tasks of
+    an array that may run concurrently; None: all.
     """
     if isinstance(experiment, Comparison) and experiment.tune:
         raise ConfigError(

@@ -155,9 +155,9 @@ def newest(job: str | None) -> str:
 
 
 def wait(job: str, callback: Callable[[Sequence[State]], None] = lambda tasks: None, every_s: float = 0.5) -> int:
-    """Wait until a job, or each task of an array, has ended for good; return its exit status, the maximum of an array.
+    """Wait until a job, or each task of an array, has ended and is not requeued; return the largest exit status.
 
-    Slurm is queried less and less often; `callback` gets its newest reply every `every_s` seconds.
+    Slurm is queried with exponential backoff; `callback` gets its newest reply every `every_s` seconds.
     """
     pause_s = SHORTEST_S
     ended: dict[str, State] = {}  # of an array: the controller may forget a task before the others have ended

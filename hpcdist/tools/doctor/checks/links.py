@@ -87,7 +87,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
 def _measure_rounds(
     comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]]
 ) -> dict[tuple[int, int], Link]:
-    """Collective. Measure rounds of links (pairs of nodes); return the links by pair, the same on all ranks."""
+    """Collective. Measure rounds of links (pairs of nodes, each once in a round); return links by pair on all ranks."""
     table: dict[tuple[int, int], Link] = {}
     for pairs in filter(None, parts):
         link: list = []  # of this rank; empty if it measures none

@@ -116,6 +116,7 @@ def _pack(signs: np.ndarray, out: np.ndarray) -> None:
 
 
 def _unpack(packed: np.ndarray) -> np.ndarray:
+    """Reverse `_pack`: return the signs, int8, and padding up to a multiple of five."""
     signs = np.empty((_PER_BYTE, len(packed)), np.uint8)
     remaining = packed
     for part in signs:

@@ -37,7 +37,7 @@ class FlatBuffers:
         self.slots, self._flats = flatten(unwrapped(module, module.named_buffers()), kinds)
         self.kinds = [next(kinds[slot.name] for slot in self.slots if slot.group == i) for i in range(len(self._flats))]
         slots = {id(slot.tensor): slot for slot in self.slots}
-        # A buffer registered under several names has several entries and one slot.
+        # (full name, owner, attribute, slot); a buffer registered under several names has several entries, one slot.
         self._entries = [(name, owner, key, slots[id(t)]) for name, owner, key, t in _entries_of(module)]
 
     def tensors(self) -> list[Tensor]:

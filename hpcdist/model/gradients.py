@@ -47,6 +47,7 @@ class Gradients:
     A bucket is announced when all its gradients have arrived, on autograd's thread, with the stream that the last one
     was written on. It waits for incomplete buckets before it, because collectives need the same order on every rank,
     and gradients may arrive in any order. Gradients of several devices arrive on several threads, hence the lock.
+    A position is a parameter's index in `FlatModel.slots`; a pass is a backward pass.
 
     Attributes:
         buckets: in the order in which a backward pass from the last to the first parameter completes them.
@@ -171,6 +172,7 @@ class Gradients:
             self._set_weight(weight)
 
     def _announce_batch(self, weight: float, ends_epoch: bool) -> None:
+        """Set the weight of the next passes; restore buffers after a batch of weight 0, or save them before one."""
         self._buffers.restore()
         if weight == 0.0:
             self._buffers._save()
@@ -255,6 +257,7 @@ class Gradients:
 
     @uncompiled
     def _end(self) -> None:
+        """End a pass: autograd calls this at the end of `backward()`."""
         self._current = _NO_PASS
         if not self.weights:  # a step was taken inside the pass, by a hook on its last parameter
             return

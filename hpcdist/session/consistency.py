@@ -138,6 +138,7 @@ def _gathered(optimizer: Any, where: str, value: Any) -> dict[int, Any]:
     """Collective. Return each surviving rank's value; raise MismatchError if a rank is at another point of the loop.
 
     Workers must have trained in the same mode; those of asynchronous strategies compare their first batches here.
+    `where` names the point, such as "at an evaluation"; ranks compare these texts.
     """
     strategy: Strategy = optimizer.strategy
     comm, attachment = strategy.comm, optimizer.attachment

@@ -133,7 +133,7 @@ class Leaving:
         return self.reason
 
     def agree(self, steps: int, soon_s: float = 0.0) -> str | None:
-        """Collective. Return the reason to leave now, the same on all ranks; None to continue for `self.steps` steps.
+        """Collective. Exchange signals and times; return the joint reason to leave, None to do `self.steps` more steps.
 
         Args:
             steps: number of steps since the last exchange, at least 1.

@@ -253,7 +253,11 @@ class SavedState:
         return [name for name in order if self._main_name(name) in main_names]
 
     def _parameter_state(self, position: SlicePosition, chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the optimiser's state of one parameter; `chunks` are the states on a replica's ranks."""
+        """Return the optimiser's state of one parameter, for the slice of it at `position`, which this rank holds.
+
+        `chunks`: the parameter's state from each rank of one replica that saved a slice. Values with the parameter's
+        shape (exp_avg) are slices, joined and cut when they are read; others (step) are the first rank's.
+        """
         reshards = not position.is_whole or any(
             not v.position.is_whole for v in chunks[0].values() if isinstance(v, Slice)
         )

@@ -398,11 +398,7 @@ def outcome_of(error: BaseException) -> tuple[Outcome, str]:
 
 
 def next_run(run: LoopRun | None, comm: Communicator, folder: Path, log: tuple[str, ...]) -> LoopRun:
-    """Return the active run if its folder is `folder`, else a new run.
-
-    Raises:
-        ConfigError: another run is active; or as in `LoopRun`.
-    """
+    """Return the active run if its folder is `folder`, else a new run; raise ConfigError if another run is active."""
     if run is None or run.has_ended:
         if run is not None:
             run.close_loggers()

@@ -29,7 +29,7 @@ from hpcdist.strategies.base import name_of
 from hpcdist.strategies.common.state import Ranges
 
 _log = logging.getLogger("hpcdist")
-KINDS = ("params", "frozen", "buffers")
+KINDS = ("params", "frozen", "buffers")  # kinds of tensors: trainable parameters, other parameters, buffers
 Named = dict[str, Slice]
 OnAllRanks = Callable[[Callable[[], Any]], Any]
 
@@ -171,7 +171,11 @@ def capture(optimizer: Any) -> dict[str, Any]:
 
 
 def capture_strategy(strategy: Strategy) -> dict[str, Any]:
-    """Return this rank's state without the local optimiser's."""
+    """Return this rank's state without the local optimiser's, by the names in checkpoints, which `restore` reads.
+
+    params, frozen, buffers: this rank's copies. masters: its part in the consensus of parameters, see
+    `State.parameters`, for loading on other ranks. works: it is a worker. about: names that slices lack.
+    """
     model = strategy.model
     model.refresh()
     layout, values = ParameterLayout(model), strategy.state.save()

@@ -144,7 +144,7 @@ def allreduce(value: Any, op: Op = "mean") -> Any:
 
 
 def _map_leaves(value: Any, work: Callable[[Any], Any]) -> Any:
-    """Return nested dicts, lists and tuples with the results of `work` for their values."""
+    """Apply a collective `work` to each value in nested containers, which have the same structure on all ranks."""
     if isinstance(value, Mapping):
         return {key: _map_leaves(item, work) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

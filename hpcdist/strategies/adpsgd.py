@@ -172,12 +172,12 @@ def _merge_change(shared: Tensor, local: Tensor, before: Tensor) -> None:
 
 
 def bipartition(topology: Topology) -> tuple[frozenset[int], frozenset[int]]:
-    """Split the ranks of a bipartite graph into its two parts: neighbours are in different parts.
+    """Return the active and the passive ranks: neighbours are never both active, or both passive.
 
-    Rank 0 is in the first part, and so are ranks without neighbours.
+    Rank 0 is active, and so are ranks without neighbours. Each rank computes the same sets, without messages.
 
     Args:
-        topology: static and symmetric.
+        topology: static and symmetric, so that its neighbours in step 0 are those of all steps.
 
     Raises:
         ConfigError: the graph has an odd cycle, shown in the message.
@@ -191,6 +191,6 @@ def bipartition(topology: Topology) -> tuple[frozenset[int], frozenset[int]]:
             f"{len(odd_cycle)} ranks. Take one whose ranks fall into two sides, such as bipartite, or a ring of an "
             "even number."
         )
-    # networkx gives color 1 to the first rank of a part; a rank without neighbours has color 0.
-    second = {rank for rank, color in nx.bipartite.color(graph).items() if color == 0 and graph[rank]}
-    return frozenset(set(graph) - second), frozenset(second)
+    # networkx gives color 1 to the first rank of each connected component, 0 to its neighbours and to isolated ranks.
+    passive = {rank for rank, color in nx.bipartite.color(graph).items() if color == 0 and graph[rank]}
+    return frozenset(set(graph) - passive), frozenset(passive)

@@ -134,15 +134,15 @@ class AllReduce(Strategy):
             self._compressed = self.opened(Reduction(calls.comm, config.compression, model.grads, spans(model)))
         self.state.reduction("compressed", self._compressed)
         self._agreement = StepAgreement(self)
-        self._bad: list[str] = []
+        self._bad: list[str] = []  # names of this rank's non-finite gradients, before averaging
         self._passes = 0  # backward passes whose gradients have not been averaged
         self._merged: dict[int, list[str]] | None = None  # names of non-finite gradients by rank, after averaging
-        self._accumulates = False
+        self._accumulates = False  # inside `no_sync`
         announces = self.stages is None or self.stages.announces
         overlaps = self._averaging.overlaps and self._compressed is None and announces
         # Times steps without overlap (variant 0) and with overlap (variant 1).
         self._trial = Trial(comm, 2, **TRIALS) if config.overlap == "auto" and overlaps else None
-        self._merged_s = comm.now()
+        self._merged_s = comm.now()  # time at which gradients were averaged last
         model.gradients.on_bucket = self._averaging.start
         model.gradients.on_end = self._backward_ended
         self._arm(overlapped=config.overlap == "on" and overlaps)
@@ -298,7 +298,10 @@ class AllReduce(Strategy):
         return used
 
     def _average_compressed(self, sum_up: Reduction) -> tuple[Tensor, dict[int, list[str]]]:
-        """Like `_agreement` it returns used parameters and bad ones. Non-finite values must not enter the residual."""
+        """Collective. Average gradients, unless some are not finite: NaN must not enter the error-feedback residual.
+
+        Returns the result of `_agreement`: parameters with a gradient on any rank, names of non-finite ones by rank.
+        """
         used, bad = self._agreement(self.model.gradients.collect(), self.gradients.nonfinite())
         if bad:
             for flat in self.model.grads:  # so that all ranks skip the update

@@ -195,7 +195,7 @@ class Strategy(abc.ABC):
         )
         self._compared = updates_here and comm.size > 1  # by `_compares`; others send hyper-parameters with gradients
         self._synchronizations = 0  # number of steps in which the ranks communicated
-        fingerprint: Callable[[Tensor], object] | None = None
+        fingerprint: Callable[[Tensor], object] | None = None  # of gradients, to find changes by the loop
         if comm.size > 1 and not self.contract.uses_changed_gradients:  # the loop's changes would be lost: find any
             fingerprint = _sum
         elif comm.size > 1 and self.contract.replicates:  # a change on all ranks is fine: a sample of values will do

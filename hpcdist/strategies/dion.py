@@ -98,10 +98,9 @@ class Dion(OwnStep):
         return divided
 
     def _step_matrices(self, matrices: Sequence[Trained]) -> None:
-        """Collective. Update M, Q and X of each matrix.
+        """Collective. Update M, Q and X of each matrix. `factors`, `left` and `right` are Q, P and R, transposed.
 
-        `sums` are B = M + G, in the memory of M but for half precision; `factors`,
-        `left` and `right` are Q, P and R, transposed.
+        `sums` are B = M + G, in the memory of M unless that is in half precision.
         """
         sums = []
         for item in matrices:

@@ -101,7 +101,7 @@ class SPARTA(Strategy):
                     part.work.wait()
 
     def _merge(self, step: int) -> None:
-        # Replace the elements that were sent in `step` by their mean; with `shift` keep this rank's changes since then.
+        """Replace the elements sent in `step` by their mean; with `shift` add this rank's changes since then."""
         self._complete(step)
         part, in_flight = self._parts.pop(step), self._parts.values()
         keeps = self.config.delay > 0 and self.config.merge == "shift"

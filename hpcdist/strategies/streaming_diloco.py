@@ -142,14 +142,20 @@ class StreamingDiLoCo(Periodic):
             super().send(number, step)
 
     def _move_late(self, number: int) -> None:
-        """Move x of a fragment by the last mean, set the parameters to x, and leave this period's δᵢ in `mean`.
+        """For delayed and eager: merge a fragment's mean of the last period, before this period's δᵢ = x − θᵢ is sent.
 
-        First `mean` contains the mean of the last period, or zeros. If eager, this rank's last δᵢ in it, which `sent`
-        has, is replaced by its new one. `move` may overwrite it. Finally it contains the new δᵢ, for `start` to send.
+        1. Wait for the mean of all ranks' last δᵢ; in the first period it is zero. 2. Compute this period's δᵢ. 3. If
+        eager, replace this rank's part of the mean: mean + (δᵢ − last δᵢ)/p. 4. Run the outer optimiser on x, which may
+        overwrite `mean`. 5. Continue from x. The fragment's part of each buffer contains, before and after:
+
+            model.params   θᵢ                     updated x
+            common         x                      updated x
+            mean           mean of the last δᵢ    this period's δᵢ, which `start` averages next
+            sent (eager)   this rank's last δᵢ    this period's δᵢ
         """
         fragment = self.fragments[number]
         self.complete(number)
-        last_local = self.sent if self.eager else self.mean  # this rank's δᵢ in the mean; unused unless eager
+        last_local = self.sent if self.eager else self.mean  # this rank's last δᵢ; unused unless eager
         if self.in_flight.pop(number, None) is None:
             for mean, local in fragment.views(self.mean, last_local):
                 mean.zero_()
@@ -163,7 +169,7 @@ class StreamingDiLoCo(Periodic):
         with self.model.skip_unused(self.used | self.gradients.used if self.eager else self.used, self.momentum):
             self.move(fragment)
         for local, x, mean in fragment.views(self.model.params, self.common, self.mean):
-            mean.copy_(local)
+            mean.copy_(local)  # δᵢ
             local.copy_(x)
 
     def declare_compressed(self, of_fragments: Sequence[Reduction]) -> None:

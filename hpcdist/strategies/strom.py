@@ -102,8 +102,8 @@ class Strom(Strategy):
         # On a complete graph one message goes to all peers, and this rank applies that message, too.
         self._sends_to_all = load(config.topology.name).complete
         self._links = self._make_links()
-        self._period = 0  # number of pauses; peers announce theirs
-        self._ended = dict.fromkeys(range(comm.size), 0)
+        self._period = 0  # number of periods (epochs, or steps until a checkpoint) that this rank has ended by `pause`
+        self._ended = dict.fromkeys(range(comm.size), 0)  # the same of other ranks: their messages _END so far
         self._sending: list[Request] = []
         self._arriving: list[_Arriving] = []
         self._old = self.state.scratch([torch.empty_like(flat) for flat in model.params])
@@ -116,6 +116,7 @@ class Strom(Strategy):
             )  # fmt: skip
 
     def _make_links(self) -> list[_Link]:
+        """Create this rank's links: one to all other surviving ranks, or one to each neighbour in a spanning tree."""
         comm, alive, choice = self.comm, self.comm.failures.alive, self.config.compression
         if self._sends_to_all:
             groups = [[rank for rank in alive if rank != comm.rank]] if len(alive) > 1 else []

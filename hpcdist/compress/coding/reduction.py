@@ -96,6 +96,7 @@ class Reduction:
                 tensor.copy_(total)
 
     def _reduce(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], senders: int) -> None:
+        """Sum by an all-reduce, or by `recode`, into `outs`; ranks that do not send contribute their residuals."""
         idle = self._comm.rank >= senders  # in a warm-up only some ranks send
         for tensor, feedback, out in zip(tensors, self.feedbacks, outs, strict=True):
             compressor, residual = feedback.compressor, feedback.to_send(tensor.zero_() if idle else tensor)
@@ -105,6 +106,7 @@ class Reduction:
                 recode(self._comm, compressor, residual, out, senders)
 
     def _gather(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], senders: int) -> None:
+        """Sum by an all-gather into `outs`, which may be `tensors`: these are encoded before they are overwritten."""
         idle = self._comm.rank >= senders  # in a warm-up only some ranks send
         messages = [] if idle else [f.encode(tensor) for f, tensor in zip(self.feedbacks, tensors, strict=True)]
         for out in (*outs, *self._counts):
@@ -190,6 +192,7 @@ class TwoWayMean:
                 self._average(tensor, chunks, sent, back)
 
     def _average(self, tensor: Tensor, chunks: list[slice], sent: list[Feedback], back: Feedback) -> None:
+        """Average a tensor in place: `sent` encode its chunks for their owners, `back` the mean of this rank's one."""
         comm = self._comm
         arrived = {comm.rank: sent[comm.rank].encode(tensor[chunks[comm.rank]])}
         arrived |= exchange(comm, lambda dest: sent[dest].encode(tensor[chunks[dest]]))

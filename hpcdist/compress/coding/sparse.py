@@ -35,7 +35,11 @@ _DEVIATIONS = 3  # standard deviations by which the sample aims at too many elem
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 def pack(indices: np.ndarray, count: int, *payload: np.ndarray) -> Tensor:
-    """Return a message of ascending indices below `count` and their payload; empty without indices."""
+    """Encode the elements at ascending `indices` of a tensor of `count` elements as a message; empty without indices.
+
+    The message, uint8: the number of indices (uint32), the payload's arrays (values of these elements, say) one after
+    another, the coded indices. The receiver, which knows `count`, decodes it by `unpack`: change both or none.
+    """
     if not len(indices):
         return torch.empty(0, dtype=torch.uint8)
     parts = [np.array([len(indices)], np.uint32), *payload, encode_indices(indices, count)]
@@ -43,7 +47,7 @@ def pack(indices: np.ndarray, count: int, *payload: np.ndarray) -> Tensor:
 
 
 def unpack(message: Tensor, count: int, payload: tuple[tuple[type, int], ...]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the indices of a message, and its payload; empty arrays for an empty message.
+    """Decode the result of `pack`: return the indices and the payload; empty arrays for an empty message.
 
     `payload`: dtype and number of elements of each array; -1: one element per index, -8: one per 8 indices.
     """

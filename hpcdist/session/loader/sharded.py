@@ -122,7 +122,7 @@ class ShardedLoader(AroundLoader):
         self._loader, self._seed, self._training, self._split = loader, seed, training, split
         self._stepped = optimizers
         self._iterable = split and isinstance(loader.dataset, IterableDataset)
-        # The epoch; all ranks' samples in it before the first batch to read, and before the next; whether it ended.
+        # The epoch; all ranks' samples in it before the first batch to read, and before the next batch; it has ended.
         self._epoch, self._start, self._done, self._ended = -1, 0, 0, True
         self._sampled = -1  # last epoch that `take` has sampled
         self._weight = 1.0
@@ -375,7 +375,7 @@ class ShardedLoader(AroundLoader):
     def _padded(
         self, strategies: Sequence[Strategy], group: Communicator, batches: Iterator[Any]
     ) -> Iterator[WeightedBatch]:
-        """Collective. Yield batches, weighted by their samples, until no rank has one."""
+        """Collective in each step, so that no rank may stop earlier. Yield weighted batches until no rank has one."""
         last, step, log_message = None, 0, None
         while True:
             batch = next(batches, None)

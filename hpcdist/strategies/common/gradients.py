@@ -25,7 +25,10 @@ _CHUNKS = 256  # of a tensor, with a sum each, so that the checksum depends on t
 
 
 class LocalGradients:
-    """The gradients of a rank's replica in the current step.
+    """Checks and clips the gradients of this rank's model in the current step; skips updates that are not finite.
+
+    A step calls `start`, then `nonfinite` or `skipped`, `clip`, and `done`. `model.slots` lists the trainable
+    parameters (`slot.tensor`) with their positions in flat memory.
 
     Attributes:
         checksums: checksums of this rank's gradients before averaging, one for each of the first steps; 0 for zero
@@ -37,7 +40,8 @@ class LocalGradients:
     Args:
         policy: `on_nonfinite` of the strategy's options: stop, skip or ignore.
         clip_norm: largest 2-norm of the whole gradient; None: no clipping.
-        stages: agreement with the ranks that hold the replica's other stages; None where this rank has the whole model.
+        stages: collective calls among the ranks that hold the pipeline stages of one replica, see
+            `hpcdist.parallel.agreement.Agreement`; None where this rank has the whole model.
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class LocalGradients:
         self.checksums: list[int] | None = None
         self.used = torch.zeros(len(model.slots), dtype=torch.bool)
         self._step_checksums: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
-        self.start(1, False, changed=False)
+        self.start(1, False, changed=False)  # last: it reads the attributes above
 
     def start(self, step: int, skips: bool, *, changed: bool) -> None:
         """Start step number `step`; with `skips` a non-finite gradient skips its update, whatever the policy is."""

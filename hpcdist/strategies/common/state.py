@@ -334,6 +334,7 @@ class State:
             state.loaded = {name.removeprefix(f"{prefix}.") for name in self.loaded if name.startswith(f"{prefix}.")}
 
     def _load_entry(self, spec: StateSpec, value: Any) -> None:
+        """Load one value, and record its name in `loaded`; an empty sharded value is none, and starts again."""
         try:
             spec.load(value)
         except HpcdistError:

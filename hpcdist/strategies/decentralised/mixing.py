@@ -25,11 +25,7 @@ def rates(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[flo
 
 
 def conserving(chosen: Named, comm: Communicator, strategy: str) -> Topology:
-    """Create a topology whose weights conserve the mean.
-
-    Raises:
-        ConfigError: the topology is not doubly stochastic.
-    """
+    """Create a topology; raise ConfigError unless its weights conserve the mean, as doubly stochastic ones do."""
     topology = make_topology(chosen, comm)
     if not topology.doubly_stochastic:
         raise ConfigError(

@@ -15,7 +15,9 @@ from hpcdist.strategies.server.placement import Shard, create_shards
 # The numbers of the vectors. POINT: where the loss is evaluated; X: the parameters; GRADIENT: at X; SUM: at POINT;
 # HEAD, TAIL: SUM over samples shared with the last, the next batch; KEPT: TAIL at the last step's start. Then pairs.
 POINT, X, GRADIENT, DIRECTION, SUM, HEAD, TAIL, KEPT, PAIRS = range(9)
-# Operations, see `RemoteVectors`: each is sent as its code and four numbers.
+# Operations, see `RemoteVectors`. Each is sent as its code and four numbers, 0 if unused, in this order:
+# COPY into, from; SCALE vector, -, factor; AXPY into, vector, factor; DOT a, b; GATHER evaluation, number of portions,
+# of these in the batch's head, in its tail.
 COPY, SCALE, AXPY, DOT, GATHER, LOAD_MODEL, FINISH = range(7)
 RETURNING = (DOT, LOAD_MODEL)  # the operations that have a result
 FIELDS = 5  # of one operation

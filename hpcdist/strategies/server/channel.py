@@ -77,8 +77,9 @@ class Replies(NamedTuple):
 
 WIDE = torch.float64  # of values
 _NOTHING = torch.empty(0)
-# Headers are int64 fields. COUNTER: length of the first field, a parent's last ticket. Then per slot the fields TICKET
-# to LENGTHS, the number of clocks, and the clocks; then per parent the fields of its replies, COUNT to REPLY (lengths).
+# The header is a window of int64 fields on each rank: the last ticket that it gave as a parent (COUNTER: 1 field); for
+# each child its request: TICKET, KIND, WEIGHT (bits of a float64), message lengths from LENGTHS on, number of clocks,
+# clocks; for each parent its reply: COUNT (of replies so far), CLOCK, BLOCKER, HELD_US, message lengths from REPLY on.
 COUNTER = 1
 TICKET, KIND, WEIGHT, LENGTHS = 0, 1, 2, 3
 COUNT, CLOCK, BLOCKER, HELD_US, REPLY = 0, 1, 2, 3, 4

@@ -245,7 +245,7 @@ class CodedSlots(TensorSlots):
             f"{codec.name}.whole", tensors=buffers if parents else [], start="parameters" if values else "zeros",
             reshard="worker mean" if codec.content == "gradients" else "start", optional=True,
         )  # fmt: skip
-        self._common: dict[int, list[Tensor]] = {}  # by child; only of values that differ by child
+        self._common: dict[int, list[Tensor]] = {}  # state shared with each child; one for all, except for values
         for child, shard in children.items():
             shared = next(iter(self._common.values()), None)
             if shared is None or values:

@@ -95,7 +95,7 @@ class GradientWorker(Worker):
         used, skipped = gradients.collect(), strategy.gradients.skipped()
         if self._clips and not skipped:
             strategy.gradients.clip(weight)
-        stamps = self.stamps()
+        stamps = self.stamps()  # before `finish`, which replaces the parameters that the gradient was computed from
         if self._overlap:
             self.finish()
         dropped = None
@@ -214,10 +214,14 @@ class Aggregate:
         self.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the started sum."""
+        """Return the unfinished sum, for a checkpoint: gradients that were received and are not in an update yet.
+
+        `values` are pairs (rank, hyper-parameters), because JSON has no integer keys. `factors` are not saved: the
+        server computes them again from `clocks`, see `GradientServer._load_aggregate`.
+        """
         sums: list[Tensor] = [total.clone() for total in self.sums] if self.weights else []
-        started = {"clocks": self.clocks, "weights": self.weights, "values": list(self.values.items())}
-        return {"sums": sums, **started, "used": self.used.tolist()}
+        unfinished = {"clocks": self.clocks, "weights": self.weights, "values": list(self.values.items())}
+        return {"sums": sums, **unfinished, "used": self.used.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
@@ -344,7 +348,7 @@ class GradientServer(Server):
         aggregate.forget()
 
     def _load_aggregate(self, saved: Mapping[str, Any]) -> None:
-        """Restore the started sum, with the policy's weights by staleness."""
+        """Restore an unfinished sum, with the policy's weights by staleness, which the clocks determine."""
         self.aggregate.load_state_dict(saved)
         self.aggregate.factors = [self.policy.factor(self.replica.clock - clock) for clock in self.aggregate.clocks]
 

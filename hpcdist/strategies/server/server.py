@@ -72,7 +72,10 @@ class Replica:
 class Server(abc.ABC):
     """Serve the requests of this rank's children in order of arrival; a subclass decides what is due.
 
-    A request of a worker's next period waits until that period starts here.
+    Children are the ranks that push requests here: workers, or aggregators, which push for several workers. A period of
+    service is an epoch, or the steps until a checkpoint. Each child's last request in it is PAUSE, and the period ends
+    here once all have paused. A request of a child's next period waits until that starts here. A waiting request is due
+    when the subclass can handle it, perhaps only once other children's requests have arrived.
 
     Attributes:
         waiting: requests without a reply, in order of arrival.
@@ -190,7 +193,11 @@ class Server(abc.ABC):
             self.apply_due()
 
     def _deal(self, request: ServerRequest) -> None:
-        """Handle a request: a pause, one of the next period, or any other."""
+        """Handle a new request of a child: reply to PAUSE, keep one of the next period for its start, receive others.
+
+        An evicted child is readmitted first, because `apply_due` counts only active children. PAUSE makes the child
+        inactive, so that requests of others may be due.
+        """
         child = request.source
         if child in self.evicted:
             self.evicted.remove(child)
@@ -220,22 +227,22 @@ class Server(abc.ABC):
         """Write a record of this rank."""
         self.strategy.records.report(self.strategy.steps, outcome)
 
-    # --- active and evicted workers -------------------------------------------------------------------------------
+    # --- active and evicted children ------------------------------------------------------------------------------
     def active(self) -> list[int]:
         """Return the children that have neither paused nor been evicted in this period."""
         absent = self.evicted.union(self.comm.failures.failed())
         return [child for child in self._stepping if child not in absent]
 
     def _patience_s(self) -> list[float]:
-        """Return the seconds until the next checks for workers to evict."""
+        """Return after how many seconds `serve_next` must look for children to evict; empty: never."""
         checks = [CHECK_S] if self.comm.failures.tolerant else []
-        owed = [self.inbox.since_s[child] for child in self.active() if child not in self.inbox.pending]
-        if self._deadline_s is not None and owed:
-            checks.append(max(0.0, min(owed) + self._deadline_s - self.comm.now()))
+        silent_since = [self.inbox.since_s[child] for child in self.active() if child not in self.inbox.pending]
+        if self._deadline_s is not None and silent_since:
+            checks.append(max(0.0, min(silent_since) + self._deadline_s - self.comm.now()))
         return checks
 
     def _evict(self) -> None:
-        """Evict workers that have failed or been silent for too long."""
+        """Evict children that have failed or been silent for too long: the server no longer waits for them."""
         dead, now_s, deadline_s, newly_evicted = self.comm.failures.failed(), self.comm.now(), self._deadline_s, set()
         for child in self._stepping:
             silent_s = 0.0 if child in self.inbox.pending else now_s - self.inbox.since_s[child]

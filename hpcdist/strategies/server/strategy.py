@@ -40,10 +40,7 @@ class ServerStrategy(Strategy):
     `threshold` needs a density, or a `tau` that suits updates as well as gradients. Memory: two more parameter vectors
     per worker, and on each server its shard once per worker. An aggregator compresses its sums like gradients.
 
-    A period of service (an epoch, or the steps until a checkpoint) ends when every worker has paused. A request of a
-    worker's next period waits until this rank starts the period, too.
-
-    A subclass names the types of its workers and servers.
+    A subclass names the types of its workers and servers. Periods of service, pauses: see `Server`.
 
     Attributes:
         replica: this rank's shard, parents and children, and its parameters with their clocks.

@@ -22,14 +22,15 @@ CHANGED_DIFFERENTLY = (
     "leaves a rank's batch out."
 )
 _SMALL = 1 << 18  # elements of a buffer whose values are compared: torch counts no changes by its batch norm
-_NEWLY_CHANGED = 1 << 32  # added to the result of `check` on a rank with a changed buffer that is not in `_agreed`
+_NEWLY_CHANGED = 1 << 32  # in the sum of `check` over ranks: some rank has a changed buffer that is not in `_agreed`
 
 
 class StepAgreement:
     """Compare the ranks' steps, and average the buffers that have changed.
 
     Messages: 32 bytes in a step like the last; an int32 for each parameter if a rank has other gradients than in its
-    last step, and names of gradients that are not finite.
+    last step, and names of gradients that are not finite. All ranks must make the same calls: return or branch only by
+    results that are the same on all ranks, never by a local value.
     """
 
     def __init__(self, strategy: Strategy):
@@ -60,6 +61,7 @@ class StepAgreement:
         gradients = strategy.model.gradients
         averaged = gradients.on_end is not None  # else by `step`, after the loop's changes
         changed = gradients.changed_by_loop if averaged else 0
+        # All-reduced: number of ranks with news, changed buffers, Σd and Σd² of digests d of what must be equal.
         fields = [news, self._changing.check(), *hyperparameters.digests(gradients.batch, changed)]
         message = torch.tensor(fields, dtype=torch.int64)
         comm.allreduce(message)
@@ -86,7 +88,7 @@ class ChangingBuffers:
     """Finds changed buffers, and sets them on all ranks: to their mean, weighted by samples, or to the first rank's.
 
     Unchanged buffers (a mask, a table of positions) are never sent. `FlatBuffers.kinds` contains the rule of each
-    buffer: averaged, broadcast or local.
+    buffer: "mean" (averaged), "first" (broadcast) or others (local).
 
     Messages: one all-reduce of averaged buffers, in float64, and a broadcast of each other changed buffer; one more
     exchange if the set of changed buffers grows, and at the 1st, 2nd, 4th, 8th... change of a broadcast buffer.
@@ -94,8 +96,8 @@ class ChangingBuffers:
 
     def __init__(self, comm: Communicator, model: FlatModel):
         self._comm, self._model = comm, model
-        self._changed: list[int] = []  # positions of the buffers that the last `check` found changed on this rank
-        self._agreed: list[int] = []  # positions of the buffers that have changed on any rank in any step
+        self._changed: list[int] = []  # positions in `buffers.slots` of buffers that `check` found changed here
+        self._agreed: list[int] = []  # positions of buffers that have changed on any rank in any step; equal on all
         self._steps = 0  # with changed buffers on any rank
         buffers = model.flat_buffers
         self._kinds = [buffers.kinds[slot.group] for slot in buffers.slots]
@@ -118,11 +120,7 @@ class ChangingBuffers:
         return int(bool(self._changed)) + _NEWLY_CHANGED * (not set(self._changed) <= set(self._agreed))
 
     def average(self, changes: int) -> None:
-        """Collective. Make the changed buffers equal on all ranks.
-
-        Args:
-            changes: the sum of the results of `check` over the ranks, not 0.
-        """
+        """Collective. Make changed buffers equal on all ranks; `changes`: the sum of `check` over the ranks, not 0."""
         if changes >= _NEWLY_CHANGED:
             local_changes = [*self._agreed, *self._changed]
             self._agreed = sorted(set().union(*self._comm.gather(local_changes)))
@@ -143,6 +141,7 @@ class ChangingBuffers:
         self._note()
 
     def _mean(self, tensors: list[Tensor]) -> None:
+        """Collective. Replace buffers by their means, weighted by samples, by one all-reduce in float64."""
         weight = self._model.gradients.mean_weight
         flat = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
         flat = flat * weight if weight else torch.zeros_like(flat)  # 0 · NaN is NaN

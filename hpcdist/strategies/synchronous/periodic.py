@@ -92,6 +92,7 @@ class Periodic(Strategy):
         keeps_steps = self.blend is None and self._delay
         sent = [torch.empty_like(x) for x in self.common if keeps_steps]
         self.sent = self._declare_in_flight("gone", sent, "mean")
+        # Old names in checkpoints: "gone" is `sent`, "moving" is `used` below, "under_way" is `in_flight`.
         self.state.flags("used", self.gradients.used)
         self.used = self.state.flags("moving", torch.ones_like(self.gradients.used))  # on any rank, of `mean`
         self._compressed = [

@@ -53,11 +53,7 @@ def clean(folder: Path) -> None:
 
 
 def publish(temporary: Path, step: int, keep: int, best: Sequence[int] = ()) -> None:
-    """Give a complete checkpoint its final name, and remove all but the last `keep` and the best.
-
-    Args:
-        best: steps, the best first.
-    """
+    """Give a complete checkpoint its final name; keep the newest `keep` ones, and the first one of the steps `best`."""
     folder, final = temporary.parent, temporary.with_name(step_name(step))
     if final.exists():
         replaced = folder / f"{final.name}.replaced"

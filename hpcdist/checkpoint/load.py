@@ -106,6 +106,8 @@ def verify(path: str | Path, comm: Communicator | None = None) -> Manifest:
 
 
 def _verify(path: Path, comm: Communicator | None) -> Manifest:
+    """Check a checkpoint as `verify` does, whose message also names an older one."""
+
     def check(first: int, stride: int) -> Manifest:
         manifest = read_manifest(path)
         for rank in range(first, manifest.ranks, stride):

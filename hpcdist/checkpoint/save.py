@@ -202,6 +202,7 @@ class _Draft:
             raise
 
     def _write(self) -> dict[str, Stamp]:
+        """Write this rank's two files; return their lengths and checksums by name."""
         self._temporary.mkdir(exist_ok=True)
         tensors, tree = (self._temporary / name(self._rank) for name in (tensor_file, tree_file))
         files = {tensors.name: write_durably(tensors, file_content(self._tensors, self._metadata))}
@@ -210,7 +211,7 @@ class _Draft:
         return files
 
     def _finish(self, files: dict[str, Stamp]) -> None:
-        # On rank 0: check that all ranks' files are visible, write the manifest, and rename the folder.
+        """On rank 0: check that all ranks' files are visible, write the manifest, and rename the folder."""
         for name, stamp in files.items():
             if not (self._temporary / name).is_file() or (self._temporary / name).stat().st_size != stamp.bytes:
                 raise CheckpointError(

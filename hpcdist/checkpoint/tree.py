@@ -141,6 +141,7 @@ class TreeDecoder:
             return self._decode(node, cache(self._read))  # equal views are one tensor again
 
     def _decode(self, node: Any, read: Callable[[str], Tensor]) -> Any:
+        """Decode a node recursively: a dict whose key starts with "$" is another type, others are themselves."""
         if isinstance(node, list):
             return [self._decode(item, read) for item in node]
         if not isinstance(node, dict):

@@ -32,11 +32,11 @@ class HalvingDoubling(Algorithm):
         core.fold(tensor, remote)
         if not core.is_extra:
             halves = self._halves(tensor)
-            for partner, kept, sent in halves:
+            for partner, kept, sent in halves:  # reduce-scatter
                 inbox = remote[: kept.numel()]
                 self._exchange(sent, inbox, partner)
                 kept.add_(inbox)
-            for partner, kept, sent in reversed(halves):
+            for partner, kept, sent in reversed(halves):  # all-gather, into the halves that were sent
                 self._exchange(kept, sent, partner)
         core.unfold(tensor)
 

@@ -50,6 +50,7 @@ class Hierarchical(Algorithm):
         return len(set(comm.nodes)) < comm.size
 
     def _sum(self, tensor: Tensor) -> None:
+        """Before each barrier reduce segment i and publish segment i + 1; after it collect segment i: three slots."""
         segments = chunks(tensor, segment_count(tensor.nbytes, SEGMENT_BYTES))
         self._publish(segments[0], self._turn)
         self._node.barrier()
@@ -66,6 +67,7 @@ class Hierarchical(Algorithm):
         return turn % SLOTS * SEGMENT_BYTES
 
     def _publish(self, segment: Tensor, turn: int) -> None:
+        """Copy a segment into this rank's slot of the window, for the node's ranks to read."""
         start = self._slot(turn)
         self._window.local[start : start + segment.nbytes].copy_(segment.view(torch.uint8))
 

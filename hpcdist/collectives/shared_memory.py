@@ -15,7 +15,7 @@ from hpcdist.comm.communicator import Communicator, Window
 from hpcdist.errors import MismatchError
 
 SEGMENT_BYTES = 1 << 21  # two slots of it per rank in shared memory: small enough for 64 MiB of /dev/shm
-SLOTS = 2
+SLOTS = 2  # of the window, which is used if there are no `Slots`
 MAX_RANKS = 8  # with more, reading everything never pays, and the windows fill /dev/shm
 
 
@@ -47,6 +47,7 @@ class SharedMemory(Algorithm):
         return 1 < comm.size <= MAX_RANKS and len(set(comm.nodes)) == 1
 
     def _sum(self, tensor: Tensor) -> None:
+        """Sum through `Slots`, by a call prepared for this length and dtype; without `Slots`, through the window."""
         if self._prepared is not None:
             key = len(tensor), tensor.dtype
             call = self._known.get(key)

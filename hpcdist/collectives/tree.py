@@ -29,6 +29,7 @@ class Tree(Algorithm):
         self._children = [comm.rank + d for d in distances if d < lowest_bit and comm.rank + d < comm.size]
 
     def _sum(self, tensor: Tensor) -> None:
+        """Add the children's sums, always in this order; send the sum to the parent, and its result to the children."""
         comm, remote = self.comm, self.inbox.empty_like(tensor, tensor.numel())
         for child in self._children:
             comm.irecv(remote, child, TAG).wait()

@@ -1,4 +1,8 @@
-"""Slots: shared memory of one node's ranks, in which each rank publishes its input to a collective call."""
+"""Slots: shared memory of one node's ranks, in which each rank publishes its input to a collective call.
+
+A call uses one buffer of this memory, which has a row for each rank; later calls reuse it. A fingerprint is a hash of
+everything that must be the same on all ranks in a call, such as operation, shape and dtype.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +103,7 @@ class Slots(abc.ABC):
     Attributes:
         n_bytes: length of the longest row.
         calls: number of calls so far, which is the number of the next call.
-        period: call i and call i + period use the same buffer.
+        period: calls i and i + period use the same buffer, for any row length: a multiple of each number of buffers.
         counted: whether reading other ranks' rows counts as fetched bytes; if not, rows count when they are sent.
     """
 

@@ -46,7 +46,10 @@ class Publication:
         self.retries = 0  # reads that a writer overtook
 
     def publish(self, tensors: Sequence[Tensor], clock: int) -> None:
-        """Publish `tensors` with `clock` for other ranks to read. Copies them locally; never waits."""
+        """Copy `tensors` and `clock` into this rank's windows, for other ranks to read; never waits.
+
+        Readers rely on the order of the writes: `_STARTED` first, `_DONE` last.
+        """
         self._count += 1
         half, rank = self._count % 2, self._comm.rank
         self._header.put(torch.tensor([self._count]), rank, _STARTED)

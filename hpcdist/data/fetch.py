@@ -139,7 +139,7 @@ def _origins(release: Release, source: Path | None, show: Show) -> Iterator[tupl
 
 # --- a folder ---------------------------------------------------------------------------------------------------------
 def _copy(release: Release, source: Path, folder: Path) -> None:
-    # Copy the files of a release from `source` to `folder`; raise Unavailable if one is missing or not the original.
+    """Copy the files of a release from `source` to `folder`; raise Unavailable if one is missing or not original."""
     if not source.is_dir():
         raise Unavailable("there is no such folder")
     for file, sha in release.sha256.items():

@@ -159,6 +159,7 @@ def read_header(file: h5py.File, split: str) -> Header:
 
 
 def _read_column(file: h5py.File, path: str, name: str) -> Column:
+    """Read the header of x or y of a split, such as train/x; raise DataError if it breaks a rule of the layout."""
     dataset = file[name] if name in file else None  # noqa: SIM401 (get() takes a damaged one for none)
     if not isinstance(dataset, h5py.Dataset):
         raise damage(path, f"has no dataset {name}")

@@ -291,6 +291,7 @@ class StoredRows:
         self._dataset = h5py.Dataset(h5py.h5d.open(file.id, column.name.encode(), access))
 
     def take(self, indices: np.ndarray) -> np.ndarray:
+        """Copy the samples at `indices`; raise IndexError if one is out of bounds."""
         column = self._column
         indices = np.where(indices < 0, indices + column.samples, indices)
         if ((indices < 0) | (indices >= column.samples)).any():

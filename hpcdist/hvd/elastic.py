@@ -133,7 +133,7 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """Models, optimisers and samplers, by their `state_dict`s, and other attributes.
+    """Models, optimisers and samplers, by their `state_dict`s (saved ones in `_kept`), and other attributes.
 
     Args:
         model, optimizer: attributes with these names.

@@ -1,8 +1,8 @@
 """Collective calls matched by name: a call runs when all ranks have submitted it, in any order.
 
-Ranks with pending requests exchange numbers that identify them; then all run the calls that every rank has submitted,
-in the order of the first rank. A rank without pending requests does not take part in the exchange: no call could start.
-Ranks that have joined take part in all calls, with zeros.
+In a round, ranks with pending requests exchange numbers that identify them; then all run the calls that every rank has
+submitted, in the order of the first rank. A rank without pending requests does not take part: no call could start.
+Ranks that have joined (called `hvd.join`) take part in all calls, with zeros.
 Reference: Alexander Sergeev, Mike Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018.
 """
 
@@ -85,7 +85,7 @@ class Matcher:
         return request
 
     def wait(self, request: NamedCall) -> Any:
-        """Wait for a request's result; run calls in the meantime."""
+        """Wait for a request's result; meanwhile this thread runs rounds, unless another thread is in one."""
         pause_s = SHORTEST_S
         with self._lock:
             self._n_waiting, self._work.waited = self._n_waiting + 1, True
@@ -116,7 +116,7 @@ class Matcher:
 
     # --- rounds -------------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        """Make the calls that nobody waits for."""
+        """The queue's thread: run rounds for the requests that no thread waits for, one per cycle."""
         pause_s, idle_rounds = SHORTEST_S, 0
         with self._lock:
             while self._error is None and (self._pending or (not self._closing and idle_rounds < IDLE_ROUNDS)):
@@ -187,6 +187,7 @@ class Matcher:
 
         Names and properties are represented by digests, so that ranks exchange tensors of int64. `joined_ns` has for
         each rank the time of its `join`, 0 if it has not called it; `properties_of` has by rank the properties by name.
+        Branches must depend only on exchanged values, so that all ranks take the same one: they contain collectives.
         """
         join_request = next((request for request in pending if isinstance(request, Join)), None)
         requests = [request for request in pending if request is not join_request]
@@ -267,8 +268,8 @@ class Matcher:
             exchanged = self._exchange(fields, since_ns, overdue)
             self._allocate(min(2 * longest_count // FIELDS, LIMIT_REQUESTS))
             return exchanged
-        rows = [row[HEADER : HEADER + count].tolist() for row, count in zip(of_all, counts)]
-        return rows, joined_ns, bool(of_all[:, 2].any())
+        fields_by_rank = [numbers[HEADER : HEADER + count].tolist() for numbers, count in zip(of_all, counts)]
+        return fields_by_rank, joined_ns, bool(of_all[:, 2].any())
 
     def _create_standins(
         self, present: Sequence[int], local: dict[int, NamedCall], common: Sequence[int]
@@ -324,7 +325,7 @@ class Matcher:
             self._end(group)
 
     def _end(self, requests: Sequence[NamedCall]) -> None:
-        """Mark requests as done; their results or errors are already set."""
+        """Mark requests as done, once their names are free again; their results or errors are already set."""
         with self._lock:
             for request in requests:
                 self._pending.pop((request.kind, request.name), None)

@@ -22,11 +22,11 @@ FUSED_BYTES = 1 << 20  # tensors up to this size are sent in one message with ot
 CACHED_DIGESTS = 1 << 16  # of names and properties
 KIND_BITS = 255  # bits of a name's digest that identify the kind of call
 CACHED_PLANS = 16  # divisions of the fusion buffer that are cached
-Plan = tuple[Tensor, tuple[Tensor, ...]]
+Plan = tuple[Tensor, tuple[Tensor, ...]]  # a flat tensor, and views of its parts
 
 
 class NamedCall:
-    """A collective call submitted on a rank, and later its result.
+    """A collective call submitted on a rank, also called a request, and later its result.
 
     Args:
         name: the same on all ranks.
@@ -54,7 +54,7 @@ class NamedCall:
         return name_digest(self.kind, self.name), _digest(*self.properties)
 
     def to_json(self) -> list[Any]:
-        """Return what a stand-in on another rank is created from."""
+        """Return the kind, name and properties, from which `STANDINS` create this call on a rank that has joined."""
         return [self.kind, self.name, _to_json(self.properties)]
 
     def describe(self) -> dict[str, str]:
@@ -159,7 +159,7 @@ class Allreduce(NamedCall):
 
     @classmethod
     def of_zeros(cls, name: str, properties: Sequence[Any]) -> Allreduce:
-        """Return the allreduce of a rank that has joined: of zeros."""
+        """Return the allreduce to which a rank contributes zeros after `hvd.join()`; `properties`: see `to_json`."""
         dtypes, shapes, *more = properties
         tensors = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(dtypes, shapes)]
         return cls(name, tensors, tensors, *more)
@@ -174,9 +174,9 @@ def _adasum(calls: Collectives, tensor: Tensor) -> None:
     Reference: Saeed Maleki, Madan Musuvathi, Todd Mytkowicz, Olli Saarikivi, Tianju Xu, Vadim Eksarevskiy, Jaliya
     Ekanayake, Emad Barsoum, "Scaling distributed training with adaptive summation", 2021.
     """
-    rows = tensor.new_empty(calls.size, tensor.numel())
-    calls.all_gather(rows, tensor)
-    addends = list(rows.double())
+    gathered = tensor.new_empty(calls.size, tensor.numel())
+    calls.all_gather(gathered, tensor)
+    addends = list(gathered.double())
     power = 1 << (calls.size.bit_length() - 1)
     for index in range(power, calls.size):
         addends[index - power] = _pair(addends[index - power], addends[index])

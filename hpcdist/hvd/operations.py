@@ -35,7 +35,7 @@ from hpcdist.hvd.named_calls import Product as Product
 from hpcdist.hvd.state import ProcessSet, global_process_set, matcher_of, rank
 
 # --- handles ----------------------------------------------------------------------------------------------------------
-_handles: dict[int, tuple[Any, NamedCall, Callable[[Any], Any]]] = {}
+_handles: dict[int, tuple[Any, NamedCall, Callable[[Any], Any]]] = {}  # matcher, request, `finish` of `_start`
 _next = itertools.count()
 
 

@@ -33,7 +33,7 @@ class _AllreducesGradients:
         self, names: dict[Tensor, str], compression: Any, passes: int, op: str, predivide: float,
         groups: Sequence[Sequence[Tensor]], sparse_as_dense: bool, process_set: ProcessSet,
     ) -> None:  # fmt: skip
-        """Set the options of `DistributedOptimizer`, and register the hooks on gradients."""
+        """Set the options of `DistributedOptimizer`, and register the hooks on gradients: instead of `__init__`."""
         self._parameter_names, self._compression, self.backward_passes_per_step = names, compression, passes
         self._op, self._predivide, self._sparse_as_dense = op, predivide, sparse_as_dense
         self._process_set, self._should_synchronize = process_set, True
@@ -51,6 +51,7 @@ class _AllreducesGradients:
         self._reset(synchronized=False)
 
     def _reset(self, synchronized: bool) -> None:
+        """Start a step: no gradient has arrived. `synchronized`: the caller has called `synchronize` before `step`."""
         self._started: dict[Tensor, bool] = {}  # by gradients that have arrived: whether their allreduce has started
         self._waits: list[Wait] = []  # for the allreduces in flight
         self._remaining = dict.fromkeys(self._remaining, self.backward_passes_per_step)
@@ -84,9 +85,12 @@ class _AllreducesGradients:
         return param.grad.to_dense() if param.grad.is_sparse and self._sparse_as_dense else param.grad
 
     def _combine(self, params: Sequence[Tensor]) -> None:
-        """Start one allreduce of the gradients of `params`."""
+        """Start one allreduce of the gradients of `params`; add to `_waits` the function that stores the results.
+
+        `params` must be the same on all ranks, as the first one's name is the call's. A sparse gradient must be alone.
+        """
         op, prescale, postscale = self._op, 1.0, 1.0
-        if op == Average and self._predivide != 1.0:  # a predivided mean is a scaled sum
+        if op == Average and self._predivide != 1.0:  # the mean as a sum, divided partly before and partly after
             op, prescale, postscale = Sum, 1.0 / self._predivide, self._predivide / self._process_set.size()
         gradients = [self._gradient(param) for param in params]
         name = f"allreduce.{self._parameter_names[params[0]]}"

@@ -25,7 +25,7 @@ class ProcessSet:
 
     def __init__(self, ranks: Sequence[int] | Any):
         self.ranks = sorted(ranks) if isinstance(ranks, Iterable) else _ranks_of(ranks)
-        self.matcher: Matcher | None = None
+        self.matcher: Matcher | None = None  # runs the set's calls; None on other ranks
         self.joins, self.unnamed = 0, Counter[str]()  # number of joins of all ranks; by kind: unnamed calls since
 
     def included(self) -> bool:

@@ -115,6 +115,7 @@ class Boundary:
         return [leaf for leaf, tensor in zip(leaves, layout.tensors, strict=True) if tensor is not None and tensor.grad]
 
     def _describe(self, leaf: Any) -> Described | None:
+        """Describe a value for the other end; raise ConfigError if it is neither a tensor nor None."""
         if leaf is None:
             return None
         if not isinstance(leaf, Tensor):
@@ -160,6 +161,7 @@ class Boundary:
 
     # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, tensors: list[Tensor], tag: int) -> None:
+        """Start sending tensors to the tag's next peer, one message each; to the same rank by a queue."""
         tensors = [tensor.detach() for tensor in tensors]
         if self._local_queues is not None:
             # Copies, because the next stage may change them in place.
@@ -182,6 +184,7 @@ class Boundary:
         self._posted[tag].append((tensors, requests))
 
     def _receive(self, tag: int, described: list[Described]) -> list[Tensor]:
+        """Wait for the oldest tensors that `_post` has started to receive; call it first if there are none."""
         if self._local_queues is not None:
             return self._local_queues[tag].popleft()
         if not self._posted[tag]:

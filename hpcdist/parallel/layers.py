@@ -94,6 +94,7 @@ class Chain(nn.Module):
         return tuple(x) if isinstance(x, (tuple, list)) and not self._one_value else (x,)
 
     def _call(self, name: str, layer: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Call a layer on the first values, as many as it takes; return its outputs, followed by the other values."""
         if self._one_value:
             return (layer(*values),)
         count = self._counts[name]
@@ -165,6 +166,7 @@ def build(make: Make, numbers: Collection[int], device: torch.device | str | Non
     drops = iter(dropped)  # the second run registers parameters in the same order
 
     def replace(parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return a view of the scratch tensor for a parameter of another layer; None: keep the parameter."""
         dtype = parameter.dtype
         if not next(drops, False):
             return None

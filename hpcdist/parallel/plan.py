@@ -146,6 +146,7 @@ def measured_cut(comm: Communicator, costs: Callable[[], Sequence[LayerCost]], r
 
 
 def _stage(costs: Sequence[LayerCost], cut: Cut, number: int, ranks: int) -> StageCost:
+    """Return a stage's cost: the sums over its layers, and the bytes at its two boundaries."""
     layers = cut.layers(number)
     sums = {key: sum(getattr(costs[layer], key) for layer in layers) for key in _SUMMED}
     received = costs[layers[0] - 1].boundary_bytes if number else 0

@@ -237,6 +237,7 @@ class Recomputation:
         recomputed: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
+            """Hook of the second pass: store a tensor for the holder that the graph has in its place."""
             tensor = tensor.detach()
             holder = self._holders[len(recomputed)]()
             if holder is not None:

@@ -40,10 +40,8 @@ def merge_timelines(path: Path, ranks: Sequence[RankTimeline], **about: Any) -> 
     """Write the timeline of all ranks from the ranks' files, and remove these.
 
     Events of one thread are sorted by start time. A collective call names the rank that started it last, for which the
-    others waited; arrows lead from sends to the ends of their receives. Holds one rank's events at a time.
-
-    Args:
-        about: metadata for the file.
+    others waited; arrows lead from sends to the ends of their receives. Holds one rank's events at a time. `about`:
+    metadata for the file.
     """
     zero_s = min(rank.first_rank_s(rank.clock[0][0]) for rank in ranks)
     links = _Links()

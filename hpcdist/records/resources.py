@@ -67,6 +67,7 @@ class Sampler:
         self._thread.start()
 
     def _run(self) -> None:
+        """Append samples to the file until `close`, and a last one then."""
         every_s, count = EVERY_S, 0
         try:
             with writing(self._path), open(self._path, "ab", buffering=0) as file:

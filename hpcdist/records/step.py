@@ -214,6 +214,7 @@ def read_records(folder: str | Path) -> dict[int, list[StepRecord]]:
 
 
 def _read_file(path: Path) -> list[StepRecord]:
+    """Return a rank's valid records: of steps that a restarted run takes again, only the new ones."""
     records: list[StepRecord] = []
     tail = RecordTail(path, strict=True)
     while items := tail():

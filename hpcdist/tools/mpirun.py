@@ -99,6 +99,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], filters_stdout:
     interrupts = count()
 
     def pass_on(number: int, _frame: object) -> None:
+        """Signal handler: forward the signal to the launcher, the first Ctrl-C as SIGUSR1 if all ranks handle that."""
         if child.poll() is not None:
             return
         if number == signal.SIGINT and next(interrupts) == 0 and _ranks_listen(child.pid):

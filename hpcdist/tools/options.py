@@ -28,14 +28,7 @@ Target = Annotated[
 
 
 def read_number(option: str, form: str, example: str, text: str) -> tuple[str, float]:
-    """Parse NAME=NUMBER, the value of an option.
-
-    Args:
-        form, example: shown in the error message.
-
-    Raises:
-        ConfigError: another form.
-    """
+    """Parse NAME=NUMBER, the value of an option; raise ConfigError, with `form` and `example`, for another form."""
     name, _, number = text.rpartition("=")
     with suppress(ValueError):
         if name:

@@ -45,7 +45,7 @@ class CompressionState:
         self._comm = ranks.comm.split(0, traffic=ranks.comm.trace.traffic)
         self._queue, self._mean = self._comm.queue(), Native(self._comm).mean
         self._sums: dict[int, Reduction] = {}  # by bucket
-        self._seen: set[int] = set()  # buckets
+        self._seen: set[int] = set()  # buckets after their first, uncompressed call
 
     def start(self, bucket: GradBucket) -> Work:
         """Start replacing a bucket's gradients by their mean over the ranks: uncompressed in a bucket's first call."""

@@ -223,6 +223,7 @@ class Trainer:
         return min(limits)
 
     def _save(self) -> None:
+        """Collective. Save a checkpoint, once all parameters are known to be finite."""
         self.log.flush()  # the records of a checkpoint's steps must be in the files
         self._require_finite()  # else this checkpoint might replace the last good one
         best = self.early_stopping.steps if self.config.checkpoint.best else []
@@ -322,6 +323,7 @@ class Trainer:
         self._end_step(joint.share, self.optimizer.step(evaluate).item())
 
     def _step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Take a step on this worker's batch; a padding batch (weight 0) is computed, but not counted."""
         x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
         def evaluate() -> torch.Tensor:

@@ -87,6 +87,7 @@ def rehearse(config: JobConfig, ranks: int, ranks_per_node: int = 1) -> None:
 
 
 def _set_up(config: JobConfig, comm: Communicator) -> None:
+    """Create optimiser and strategy on one virtual rank, for one layer in place of the job's model, and close them."""
     session.init(comm=comm)
     module = nn.Linear(WIDTH, WIDTH)
     optimizer = config.optimizer.build(module.parameters())

@@ -1,4 +1,8 @@
-"""Slots across nodes: ranks of a node share its memory, and one rank per node exchanges rows with other nodes."""
+"""Slots across nodes: ranks of a node share its memory, and one rank per node exchanges rows with other nodes.
+
+Row: what a rank publishes for a call; fingerprint: a hash of the call (see `comm/slots.py`). Packet: a message between
+the ranks that exchange, the leaders: the sender's fingerprint, then the rows that it forwards.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ class SlotsAcrossNodes(Slots):
     To synchronize, the ranks of each node synchronize, then the first ranks of the nodes, the leaders, exchange rows,
     then the ranks of each node synchronize again. With q nodes the exchange takes lg q rounds: in round i each leader
     receives from the leader 2^i nodes further all rows that it has so far. Rows too long for a packet are broadcast
-    once all ranks agree.
+    once all fingerprints are known to be equal.
 
     Args:
         comm: the ranks. Its traffic counts what leaders send.
@@ -74,26 +78,27 @@ class SlotsAcrossNodes(Slots):
     def synchronize(self, fingerprint: int, gathered: GatheredRows | None = None) -> bool:
         self.calls += 1
         with self._node.failures.collective:
-            agree = self._inside is None or self._inside.synchronize(fingerprint)
+            equal = self._inside is None or self._inside.synchronize(fingerprint)
             if self._leaders is not None:
                 with self._leaders.failures.collective:
-                    agree = self._exchange(self._leaders, fingerprint if agree else DIFFER, gathered or NOTHING)
+                    equal = self._exchange(self._leaders, fingerprint if equal else DIFFER, gathered or NOTHING)
             # The leader tells its node's ranks the result: they have the fingerprint 1, and it has 0 if ranks differ.
-            return agree if self._inside is None else self._inside.synchronize(int(agree or self._leaders is None))
+            return equal if self._inside is None else self._inside.synchronize(int(equal or self._leaders is None))
 
     def _exchange(self, leaders: Communicator, fingerprint: int, gathered: GatheredRows) -> bool:
-        """Collective among leaders. Exchange rows of `gathered`, in place; return whether all fingerprints are equal.
+        """Collective among leaders. Fill in other nodes' rows of `gathered`; return whether all fingerprints are equal.
 
-        With a `source`, only the row of that rank. Rows too long for a packet are broadcast after an exchange of
+        With a `source`, only that rank's row. Rows too long for a packet are broadcast after an exchange of
         fingerprints alone. A leader that receives another fingerprint, or DIFFER, sends DIFFER in the rounds after it.
+        All leaders must make the same number of `sendrecv`s, even if their calls differ: so no round may be skipped.
         """
         rows, source = gathered
         n_bytes = rows.shape[-1]
         if n_bytes * (len(rows) - 1 if source is None else 1) > PACKET_BYTES:
-            if agree := self._exchange(leaders, fingerprint, NOTHING):
+            if equal := self._exchange(leaders, fingerprint, NOTHING):
                 for rank in range(self.size) if source is None else [source]:
                     leaders.broadcast(torch.from_numpy(rows[rank]), self._leader_of[rank])
-            return agree
+            return equal
         rounds = self._rounds.get((n_bytes, source))
         if rounds is None:
             rounds = remember(self._rounds, (n_bytes, source), self._plan(leaders, n_bytes, source))
@@ -109,20 +114,20 @@ class SlotsAcrossNodes(Slots):
         return fingerprint != DIFFER and int(self._fingerprint[0]) == fingerprint
 
     def _plan(self, leaders: Communicator, n_bytes: int, source: int | None) -> list[_Round]:
-        """Return the rounds of an exchange of rows of `n_bytes`, or of the row of `source` only."""
-        rounds, me, n_nodes, distance = [], leaders.rank, leaders.size, 1  # me: this node's number
+        """Return the lg q rounds in which q nodes exchange rows of `n_bytes`, or only the row of `source`."""
+        rounds, local_node, n_nodes, distance = [], leaders.rank, leaders.size, 1
         while distance < n_nodes:
-            n_sent = min(distance, n_nodes - distance)
+            nodes_sent = min(distance, n_nodes - distance)
             sent, received = (
-                [rank for node in range(start, start + n_sent) for rank in self._ranks_of[node % n_nodes]
+                [rank for node in range(start, start + nodes_sent) for rank in self._ranks_of[node % n_nodes]
                  if n_bytes and source in (None, rank)]
-                for start in (me, me + distance)
+                for start in (local_node, local_node + distance)
             )  # fmt: skip
             outgoing = _rows_in(self._outbox, len(sent), n_bytes)
             incoming = _rows_in(self._inbox, len(received), n_bytes)
             packet = self._outbox[: HEAD + outgoing.nbytes]
-            dest, peer = (me - distance) % n_nodes, (me + distance) % n_nodes
-            rounds.append(_Round(dest, peer, _as_index(sent), _as_index(received), packet, outgoing, incoming))
+            dest, origin = (local_node - distance) % n_nodes, (local_node + distance) % n_nodes
+            rounds.append(_Round(dest, origin, _as_index(sent), _as_index(received), packet, outgoing, incoming))
             distance *= 2
         return rounds
 
@@ -142,9 +147,9 @@ class _Round(NamedTuple):
     source: int
     sent: Ranks
     received: Ranks
-    packet: Tensor
-    outgoing: np.ndarray  # shape (ranks sent, bytes of a row)
-    incoming: np.ndarray
+    packet: Tensor  # the part of the outbox to send
+    outgoing: np.ndarray  # the rows in it, shape (ranks sent, bytes of a row)
+    incoming: np.ndarray  # the rows in the inbox
 
 
 def _as_index(ranks: list[int]) -> Ranks:

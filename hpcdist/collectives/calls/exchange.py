@@ -2,7 +2,7 @@
 
 Each collective consists of one or two exchanges: a rank sends the same data to all receivers (all-gather, broadcast,
 gather, short all-reduces), or has a different part for each rank (all-to-all, scatter, reduce-scatter). Data pass in
-segments. All ranks compare the call's fingerprint before results are written.
+segments. All ranks compare the call's fingerprint, a hash of its arguments, before results are written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpcdist.errors import MismatchError
 
 SLOT_BYTES = 1 << 21  # two slots per rank
 MESSAGE_BYTES = 1 << 22
-FINGERPRINT_BITS = 40  # so that fingerprints of all ranks can be added in int64
+FINGERPRINT_BITS = 40  # of a fingerprint when those of all ranks are added in int64: enough for 2^23 ranks
 
 Counts = Sequence[int]  # by source rank, the elements that a receiver gets from it
 Parts = Sequence[Tensor]  # of each rank
@@ -76,7 +76,7 @@ class Exchange(abc.ABC):
             counts: number of elements of each rank's data, or part, for this rank.
             longest: number of elements of the longest data, or part, of any rank, known to all ranks.
             consume: called on each receiver for each segment, with one tensor per rank, as long as the segment;
-                elements beyond a rank's `counts` are undefined.
+                elements beyond a rank's `counts` are undefined. The next segment overwrites these tensors.
         """
         sources, receivers = (range(self.size) if ranks is None else ranks for ranks in (sources, receivers))
         parts = [local] if isinstance(local, Tensor) else local
@@ -87,7 +87,7 @@ class Exchange(abc.ABC):
         self, fingerprint: int, parts: Parts, counts: Counts, longest: int, consume: Consume, sources: Ranks,
         receivers: Ranks, dealt: bool,
     ) -> bool:  # fmt: skip
-        """Implement `move`; if not `dealt`, the only part is for all receivers."""
+        """Implement `move`. If `dealt`, `parts` has a part for each rank; otherwise its only element is for all."""
 
     def lengths(
         self, call: str, dtype: torch.dtype, root: int, sent: Sequence[int], expected: Sequence[int]
@@ -102,11 +102,11 @@ class Exchange(abc.ABC):
             lengths[source][dest]: number of elements.
         """
         size, nothing = self.size, [NONE] * self.size
-        row = [CALLS.index(call), _NUMBERS[dtype], root, *(sent or nothing), *(expected or nothing)]
-        rows = [tensor.tolist() for tensor in self.all_gather(torch.tensor(row))]
-        if len({tuple(other[:3]) for other in rows}) != 1:
+        numbers = [CALLS.index(call), _NUMBERS[dtype], root, *(sent or nothing), *(expected or nothing)]
+        by_rank = [tensor.tolist() for tensor in self.all_gather(torch.tensor(numbers))]
+        if len({tuple(other[:3]) for other in by_rank}) != 1:
             refuse(self.comm, call, f"{type_of(dtype)}, root {root}")
-        sent_by, expected_by = [other[3 : 3 + size] for other in rows], [other[3 + size :] for other in rows]
+        sent_by, expected_by = [other[3 : 3 + size] for other in by_rank], [other[3 + size :] for other in by_rank]
         for source in range(size):
             for dest in range(size):
                 if sent_by[source][dest] != expected_by[dest][source]:
@@ -115,7 +115,7 @@ class Exchange(abc.ABC):
                         f"{_count(sent_by[source][dest])} on rank {source} for rank {dest}, which expects "
                         f"{_count(expected_by[dest][source])}. Check the shapes on both ranks."
                     )
-        return [[max(0, length) for length in row] for row in sent_by]
+        return [[max(0, length) for length in numbers] for numbers in sent_by]
 
     def close(self) -> None:
         """Release the memory of the exchange."""
@@ -141,25 +141,25 @@ class SlotExchange(Exchange):
         receivers: Ranks, dealt: bool,
     ) -> bool:  # fmt: skip
         slots, dtype, is_source = self.slots, parts[0].dtype, self.rank in sources
-        step = slots.n_bytes // dtype.itemsize // len(parts)
+        segment_length = slots.n_bytes // dtype.itemsize // len(parts)  # of each part
         # The local part need not pass through the slot, unless a result may overwrite it early.
         skips_copy = dealt and (self.size == 2 or isinstance(consume, Copies))
-        for start in range(0, max(longest, 1), step):
-            length = min(step, longest - start)
+        for start in range(0, max(longest, 1), segment_length):  # at least one segment, to compare fingerprints
+            length = min(segment_length, longest - start)
             buffer = slots.row_buffers(dtype, len(parts) * length)[slots.calls]
-            chunks = [part[start : start + length] for part in parts]
+            segments = [part[start : start + length] for part in parts]
             if is_source:
                 for rank, into in enumerate(buffer.parts[self.rank] if dealt else [buffer.rows[self.rank]]):
                     if not skips_copy or rank != self.rank:
-                        into[: len(chunks[rank])].copy_(chunks[rank])
+                        into[: len(segments[rank])].copy_(segments[rank])
             if not slots.synchronize(fingerprint, buffer.gathered):
                 return False
             if self.rank in receivers and length:
                 received = list(buffer.parts[:, self.rank] if dealt else buffer.rows)
-                own = chunks[self.rank if dealt else 0]
+                local = segments[self.rank if dealt else 0]
                 # On two ranks read the shared local tensor, too: it is in the cache.
-                if is_source and (skips_copy or (not dealt and self.size == 2 and len(own) == length)):
-                    received[self.rank] = own
+                if is_source and (skips_copy or (not dealt and self.size == 2 and len(local) == length)):
+                    received[self.rank] = local
                 consume(start, received)
         return True
 
@@ -182,6 +182,10 @@ class MessageExchange(Exchange):
         self._total_array = self._total.numpy()
 
     def agree(self, fingerprint: int) -> bool:
+        """Wait for all ranks; return whether all have this fingerprint: without slots, if the sum is `size` times it.
+
+        It is masked, so that the sum fits in int64. Unequal fingerprints have this sum only by chance.
+        """
         if self._slots is not None:
             return self._slots.synchronize(fingerprint)
         self._total_array[0] = local = fingerprint & ((1 << FINGERPRINT_BITS) - 1)
@@ -211,7 +215,7 @@ class MessageExchange(Exchange):
         return True
 
     def _transfer(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        """Send to and receive from other ranks, starting at the neighbours, so that not all send to the same rank."""
+        """Send and receive tensors, given by rank, from the neighbours on, to spread load. Empty ones are not sent."""
         comm, size, requests = self.comm, self.size, []
         for source in ((self.rank - step) % size for step in range(1, size)):
             if source in incoming and len(incoming[source]):
@@ -239,7 +243,10 @@ _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 def fingerprint_of(call: str, dtype: torch.dtype, *more: int) -> int:
-    """Hash everything that must be the same on all ranks in a call into one integer. Never 0."""
+    """Hash everything that must be the same on all ranks in a call into one integer. Never 0: that is no call's.
+
+    `more` must be integers: Python's hash of a text differs between processes.
+    """
     return hash((CALLS.index(call), _NUMBERS[dtype], *more)) or 1
 
 

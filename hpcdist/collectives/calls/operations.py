@@ -87,7 +87,7 @@ class Collectives:
         self.rank, self.size = comm.rank, comm.size
         self._exchange: Exchange  # created by the first call that needs it
         self._is_set_up = False
-        self._providers: list[PreparedCalls | CallsByLibrary] = []
+        self._providers: list[PreparedCalls | CallsByLibrary] = []  # of prepared calls: first by slots, last by MPI
         self._one_node = len(set(self.comm.nodes)) == 1
         self._trials: dict[tuple[str, int], Trial] = {}  # of calls with several providers, by call and length
         # Prepared calls; a second function is called with the tensors if the ranks' calls differ.
@@ -125,6 +125,7 @@ class Collectives:
         return self._start(async_op, tensor, lambda: self._all_reduce(tensor, op, factor), *key)
 
     def _all_reduce(self, tensors: Tensors, op: str, factor: float | None) -> None:
+        """Reduce the tensors of each dtype jointly. Each branch first compares fingerprints: calls may differ."""
         with by_dtype(self.comm, tensors) as groups:
             for group, flat in groups:
                 combine = reduction(op, flat.dtype)
@@ -469,7 +470,7 @@ def _shape_of(call: str, detail: str | int, tensors: Sequence[Tensor]) -> tuple[
 
 
 def _into(out: Tensor, combine: Reduce) -> Consume:
-    """Return a `Consume` that combines the ranks' segments into the same segment of `out`."""
+    """Return a `Consume` (see `Exchange.move`) that combines the ranks' segments into the same segment of `out`."""
 
     def consume(start: int, received: Sequence[Tensor]) -> None:
         into = out[start : start + len(received[0])]  # may be shorter than the longest rank's

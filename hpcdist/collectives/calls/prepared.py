@@ -35,9 +35,10 @@ V = TypeVar("V")
 # calls differ.
 PreparedCall = Callable[..., bool]
 Data = Any  # an array or a tensor: the code is the same for both
-Step = Callable[[], object]
+Step = Callable[[], object]  # one part of a call, such as a copy or a sum, on given memory
 Exchanged = tuple[GatheredRows, Step]  # rows to publish in a `synchronize`, and the step that follows it
-# (number of the call, its data) -> the step that writes to the slots, and what follows it
+# (number of the call, its data) -> the step that writes the local row, and what follows it. Later calls on the same
+# memory reuse the steps if their numbers are equal modulo `Slots.period`.
 Bind = Callable[..., tuple[Step, Sequence[Exchanged]]]
 View = Callable[[Tensor], Data]
 Combine = Callable[[Sequence[Data], Data], Step]  # returns the step that combines the ranks' data
@@ -90,9 +91,9 @@ class SlotCall:
         before_s, slots = self._traffic.communicating_s, self._slots
         start = clock() - self._traffic.waiting_s  # waiting for ranks in the call is not communicating
         data = [view(tensor) for view, tensor in zip(self._views, tensors)]
-        for cut, bind in self._segments:
-            chunks = data if len(self._segments) == 1 else [array[..., cut] for array in data]
-            write, exchanges = bind(slots.calls, *chunks)
+        for segment, bind in self._segments:
+            parts = data if len(self._segments) == 1 else [array[..., segment] for array in data]
+            write, exchanges = bind(slots.calls, *parts)
             write()
             for gathered, step in exchanges:
                 if not slots.synchronize(self._fingerprint, gathered):
@@ -104,7 +105,7 @@ class SlotCall:
         return True
 
     def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
-        """Return a faster function for the call on these tensors' memory, which it does not keep alive; or None."""
+        """Return a faster function for calls on tensors at these addresses, or None. It does not keep them alive."""
         # A bound call takes half the time of one that has to view the tensors first, but is worth creating only for
         # tensors that are used again: from the second call at the same addresses.
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
@@ -251,7 +252,7 @@ class PreparedCalls:
         self, fingerprint: int, dtype: torch.dtype, count: int, of_length: Callable[[int], Bind], views: Sequence[View],
         fetched: int, parts: int = 1,
     ) -> SlotCall:  # fmt: skip
-        """Create the call, in segments: those of all `parts` parts, of `count` elements each, fit one slot."""
+        """Create the call on `parts` parts of `count` elements, in segments: a segment of each part fits one row."""
         longest = self.slots.n_bytes // dtype.itemsize // parts
         cuts = list(slices(count, longest))
         binds = {length: of_length(length) for length in {cut.stop - cut.start for cut in cuts}}

@@ -25,7 +25,7 @@ _FUNCTIONS: dict[str, np.ufunc] = {
     "sum": np.add, "mean": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum,
 }  # fmt: skip
 
-Reduce = Callable[[Sequence[Tensor], Tensor], None]
+Reduce = Callable[[Sequence[Tensor], Tensor], None]  # reduces the tensors of all ranks into the second argument
 
 
 @cache

@@ -58,15 +58,15 @@ def for_each_rank(
     comm: Communicator, tensors: Tensors | None, name: str, *, write: bool = True, here: bool = True,
     joint: bool = False,
 ) -> Iterator[tuple[list[Tensor], Tensor | None]]:  # fmt: skip
-    """Yield one flat tensor per rank, and their concatenation if it exists; copies are written back at the end.
+    """Context: yield one flat tensor per rank, and the tensor of which they are views, if any; write copies back.
 
     Args:
         tensors: a list with a tensor for each rank, or one tensor, which is split into equal parts.
         name: of the argument, for messages.
-        write: write copies back.
-        here: this rank has such tensors; otherwise the list is empty.
-        joint: concatenate the tensors of a list if they have equal lengths, so that ranks with a list and ranks with
-            one tensor run the same call.
+        write: write copies back at the end.
+        here: this rank takes part; False on ranks other than the root of a gather or scatter: they get an empty list.
+        joint: concatenate the tensors of a list if they have equal lengths above 0, so that ranks with a list and ranks
+            with one tensor run the same call; otherwise a list is yielded with None.
     """
     size = comm.size
     if isinstance(tensors, Tensor):

@@ -52,7 +52,7 @@ class PeerMemory:
         self._here, self._there = _Range(), _Range()
 
     def _transfer(self, call: Any, verb: str, local_address: int, address: int, n_bytes: int) -> None:
-        """Copy between this process and the peer by `call`, in as many system calls as needed."""
+        """Copy between `local_address` of this process and `address` of the peer, by `call`: `_read` or `_write`."""
         if call is None:
             raise CommunicationError("cross-memory attach must be offered by the C library; this system has none.")
         done = 0

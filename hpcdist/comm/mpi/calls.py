@@ -307,6 +307,7 @@ class FaultTolerance(Failures):
             mpi.Revoke()
 
     def retry_on_failure(self, action: Callable[[], T], *others: Failures) -> T:
+        """See `Failures`. After each attempt all survivors must reach `_agree`: so a rank that failed revokes first."""
         if not self.tolerant:
             return action()
         self.shrink()
@@ -351,16 +352,16 @@ class FaultTolerance(Failures):
                 self.all.Ack_failed(len(dead))
                 intact = not set(dead) & set(self.alive) and not self.surviving.Is_revoked()
                 try:
-                    agreed = self.all.Agree(done | intact << 1)  # two flags; bitwise and over all ranks
+                    flags = self.all.Agree(done | intact << 1)  # two flags; bitwise and over all ranks
                     break
                 except MPI.Exception as error:  # another rank has detected a further death
                     if error.Get_error_class() != MPI.ERR_PROC_FAILED:
                         raise calls.failure("shrink", ALL_RANKS, error) from error
-            if not agreed & 2:
+            if not flags & 2:
                 alive_before, self.surviving = self.alive, cast(MPI.Intracomm, self.all.Shrink())
                 barrier(self.all)  # Open MPI 5.0 crashes if a communicator is revoked while another rank creates it
                 group = self.surviving.Get_group()
                 self.alive = tuple(MPI.Group.Translate_ranks(group, None, self.all.Get_group()))
                 self.lost += tuple(rank for rank in alive_before if rank not in self.alive)
                 calls.count = (calls.count // GENERATION + 1) * GENERATION  # ranks may have failed in different calls
-        return bool(agreed & 1)
+        return bool(flags & 1)

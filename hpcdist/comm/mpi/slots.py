@@ -70,7 +70,7 @@ class NodeSlots(Slots):
         for rank, other in others:
             if other[ASLEEP]:
                 self._wake_ups[rank].wake()
-        agree = True
+        equal = True
         for _, other in others:
             spins = self._spins
             while other[COUNT] < now:
@@ -81,10 +81,10 @@ class NodeSlots(Slots):
                         self._wait(now)  # for all ranks, so this one has arrived, too
                         break
             if other[field] != fingerprint:
-                agree = False
+                equal = False
         if not ORDERED:
             self._order()
-        return agree
+        return equal
 
     # --- waiting --------------------------------------------------------------------------------------------------
     def _wait(self, now: int) -> None:

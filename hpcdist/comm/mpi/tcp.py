@@ -291,7 +291,10 @@ class TcpServer:
 
 
 class _Peer:
-    """The address of another rank, and the connection for requests to it."""
+    """The address of another rank, and the connection for requests to it.
+
+    `here`: its `network.stack_id`; empty if it listens at a single address.
+    """
 
     def __init__(self, port: int = 0, ips: Sequence[str] = (), here: str = "", token: str = ""):  # default: a dead rank
         self.port, self.ips, self.here, self.token = port, ips, here, bytes.fromhex(token)

@@ -180,9 +180,9 @@ class Watchdog:
         if now_s - self._reported_s < REPORT_S * self.size or not (blocked or self._reported):
             return
         state = self._state() if blocked else RankState("")  # the latter tells rank 0 that this rank continues
-        report = [wait.key for wait in state.waits] + [EXIT] * state.ended  # only changes of these are worth a message
-        if report != self._reported:
-            self._reported, self._reported_s = report, now_s
+        keys = [wait.key for wait in state.waits] + [EXIT] * state.ended  # only changes of these are worth a message
+        if keys != self._reported:
+            self._reported, self._reported_s = keys, now_s
             self._send(state.encode(), 0, REPORT)
 
     def _collect(self) -> bool:

@@ -1,9 +1,10 @@
 """The clock of the virtual cluster: a deterministic discrete-event simulation in which one rank runs at a time.
 
-Each rank is a thread that runs only while it holds the baton (threads, because torch keeps grad mode and autograd's
-state per thread). The event queue holds, by virtual time, ranks to resume and *effects*: generators that yield the time
-at which they continue. While a rank's code runs, the clock shows that rank's time, and all earlier events have
-happened. At equal times effects precede ranks; otherwise the order is first in, first out.
+Each rank is a thread that runs only while it holds the baton, a lock per rank that the rank before it releases
+(threads, because torch keeps grad mode and autograd's state per thread). The event queue holds, by virtual time, ranks
+to resume and *effects*: generators that yield the time at which they continue. While a rank's code runs, the clock
+shows that rank's time, and all earlier events have happened. At equal times effects precede ranks; otherwise the order
+is first in, first out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from hpcdist.comm.virtual.random import RandomState
 from hpcdist.errors import CommunicationError, DeadlineError, DeadlockError
 
-Effect = Iterator[float]
+Effect = Iterator[float]  # yields the virtual times at which it continues
 _EFFECT, _RANK = 0, 1  # priorities at equal times
 _STANDSTILL = 100_000  # turns at the same time while a rank waits for a later time: a rank is spinning
 IDLE = "a task"  # what an idle thread of a queue waits for
@@ -183,7 +184,7 @@ class VirtualClock:
             self._schedule(rank, self.now_s if at_s is None else at_s)
 
     def spawn(self, effect: Effect) -> None:
-        """Start an effect, or continue it; its actions at the current time are done when this returns."""
+        """Wake the polling ranks, and run an effect, new or due, until it yields a later time; queue it for then."""
         for rank in self._polling:  # what they poll for may be done by this effect
             self.wake(rank)
         self._polling.clear()

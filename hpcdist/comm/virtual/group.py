@@ -37,7 +37,7 @@ from hpcdist.errors import CommunicationError, MismatchError
 
 
 class Cluster:
-    """The clock, network and compute model of a run, shared by all communicators."""
+    """The clock, network (`wiring`: all links) and compute model of a run, shared by all communicators."""
 
     def __init__(self, size: int, seed: int, network: Network, compute: ComputeModel):
         self.clock, self.wiring, self.compute = VirtualClock(size, seed), Wiring(network, size), compute
@@ -47,7 +47,7 @@ class Cluster:
 
 
 class Gathering:
-    """Synchronizes a communicator's ranks for a collective call; raises MismatchError if their calls differ."""
+    """Synchronizes a communicator's ranks for each collective call; raises MismatchError if their calls differ."""
 
     def __init__(self, clock: VirtualClock, ranks: list[VirtualRank]):
         self._clock, self.ranks = clock, ranks
@@ -66,6 +66,7 @@ class Gathering:
             call: description of the call, with everything that must be the same on all ranks.
             value: this rank's input.
             conclude: maps the inputs in rank order to the results in rank order, and the seconds that the call takes.
+                Run once, by the last rank to arrive: so it must not depend on the rank.
             deadline_s: virtual seconds after which DeadlineError is raised.
         """
         if not self.inputs:
@@ -105,14 +106,17 @@ class Gathering:
 
 
 class Group:
-    """The state that the ranks of one communicator share. `members` are their world ranks."""
+    """The state that the ranks of one communicator share: `gathering` for collective calls, `arrivals` for messages.
+
+    `members` are their world ranks. Collective calls have the latency and bandwidth of the slowest link between them.
+    """
 
     def __init__(self, cluster: Cluster, members: list[int]):
         self.cluster, self.members = cluster, members
         ranks = [cluster.clock.ranks[member] for member in members]
         self.gathering = Gathering(cluster.clock, ranks)
         self.arrivals = [Arrivals(rank.rank, cluster.clock) for rank in ranks]
-        wiring = cluster.wiring  # collectives use the links inside the node if all ranks are on one node
+        wiring = cluster.wiring
         self.nodes = number_nodes(wiring.nodes[member] for member in members)
         self.latency_s, self.bandwidth_bytes_s = wiring.network.slowest(self.nodes)
 

@@ -202,6 +202,7 @@ def gantt(table: Table, timing: Timing, columns: int = 120) -> list[str]:
 
 
 def _drawn(line: list[tuple[str, float, float]], scale: float) -> str:
+    """Draw a rank's operations, each (label, start, end), with `scale` columns per second."""
     drawn = ""
     for label, start, end in line:
         width = round(end * scale) - round(start * scale)

@@ -220,6 +220,7 @@ class BaselineTrainer:
 
     # --- evaluations and the end ----------------------------------------------------------------------------------
     def _evaluate(self) -> None:
+        """Collective. Evaluate the module, with rank 0's buffers, and write the metrics."""
         for buffer in self._module.buffers():  # batch norm's statistics
             self.comm.broadcast(buffer.detach().view(-1), 0)
         self.log.joules = self.log.energy.result().joules

@@ -189,11 +189,7 @@ class ExperimentRuns(abc.ABC):
 
 
 def run_all(runs: ExperimentRuns, launcher: Launcher, workers: int = 1) -> bool:
-    """Execute all runs that are missing and show the results; return whether one failed.
-
-    Args:
-        launcher, workers: see `Runner`.
-    """
+    """Execute all runs that are missing by a `Runner`, and show the results; return whether one failed."""
     output = runs.folder
     for sentence in runs.skipped:
         console.note(sentence)
@@ -278,6 +274,7 @@ class RunsDisplay(Progress):
 
 
 def _state(run: PlannedRun, read: Run) -> str:
+    """Describe a running run in one line, from its files (`read`)."""
     metrics: dict[str, float | None] = {}
     limits = [setting.partition("=")[2] for setting in run.overrides if setting.startswith("budget.samples=")]
     progress, limit = "", int(limits[-1]) if limits else None

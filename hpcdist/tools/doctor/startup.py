@@ -175,6 +175,7 @@ class Tcp:
             return [pair for pair, is_reached in zip(local_pairs, reached) if not is_reached]
 
     def _reaches(self, ip: str) -> bool:
+        """Return whether a node accepts or refuses a connection; False if it does not reply within REACH_S."""
         try:
             socket.create_connection((ip, self._port), timeout=REACH_S).close()
         except ConnectionError:  # reachable, but not listening

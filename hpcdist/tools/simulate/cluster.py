@@ -108,11 +108,7 @@ def _model(text: str, step_s: StepSeconds) -> ComputeModel:
 
 # --- units ------------------------------------------------------------------------------------------------------------
 def seconds(text: str, name: str) -> float:
-    """Parse a time: `50us`, `20 ms`, `1.5s`, or a number of seconds.
-
-    Args:
-        name: name of the setting, for the message.
-    """
+    """Parse a time: `50us`, `20 ms`, `1.5s`, or a number of seconds; `name` is the setting's, for the message."""
     match = re.fullmatch(rf"{_NUMBER} ?(ns|us|µs|ms|s|)", text.strip())
     if match is None:
         raise ConfigError(f"{name} must be a time in ns, us, ms or s; got {text.strip()!r}. Write it as 50us or 20ms.")

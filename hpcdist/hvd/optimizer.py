@@ -87,12 +87,16 @@ class _AllreducesGradients:
     def _combine(self, params: Sequence[Tensor]) -> None:
         """Start one allreduce of the gradients of `params`; add to `_waits` the function that stores the results.
 
-        `params` must be the same on all ranks, as the first one's name is the call's. A sparse gradient must be alone.
+        `params` must be the same on all ranks, as the first one's name is the call's. Sparse gradients are sent alone.
         """
         op, prescale, postscale = self._op, 1.0, 1.0
         if op == Average and self._predivide != 1.0:  # the mean as a sum, divided partly before and partly after
             op, prescale, postscale = Sum, 1.0 / self._predivide, self._predivide / self._process_set.size()
         gradients = [self._gradient(param) for param in params]
+        if len(params) > 1 and any(gradient.is_sparse for gradient in gradients):
+            for param in params:
+                self._combine([param])
+            return
         name = f"allreduce.{self._parameter_names[params[0]]}"
         contexts: Sequence[Any] = [None] * len(params)
         self._started |= dict.fromkeys(params, True)

@@ -302,6 +302,22 @@ def compressors_of_hpcdist():
 
 
 @feature
+def sparse_gradients_in_a_group():
+    tables = [nn.Embedding(10, 3, sparse=sparse) for sparse in (True, True, False)]
+    nets = nn.ModuleList(tables)
+    hvd.broadcast_parameters(nets.state_dict(), 0)
+    before = [table.weight.detach().clone() for table in tables]
+    optimizer = torch.optim.SGD(nets.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=nets.named_parameters(), groups=1)
+    optimizer.zero_grad()
+    torch.stack([table(torch.tensor([hvd.rank()])).sum() for table in tables]).sum().backward()
+    optimizer.step()
+    for table, weight in zip(tables, before):  # each rank has a row of its own: the mean moves each by 1 / size
+        weight[: hvd.size()] -= 1 / hvd.size()
+        require(torch.allclose(table.weight, weight))
+
+
+@feature
 def adasum_and_sparse_optimizers():
     net = network()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), op=hvd.Adasum)

@@ -77,7 +77,8 @@ class ComparedRuns(ExperimentRuns):
 
     def _split_runnable(self, groups: Sequence[ComparedGroup]) -> tuple[list[ComparedGroup], list[str]]:
         """Return the groups that can run, and for each other group a sentence that says why it can't."""
-        reasons = [(group, self.trained.refusal(group.run(self.experiment, seed=0))) for group in groups]
+        first_runs = [group.run(self.experiment, seed=0) for group in groups]
+        reasons = list(zip(groups, map(self.trained.refusal, first_runs)))
         runnable = [group for group, reason in reasons if reason is None]
         for group, reason in reasons:
             if group.kind == "strategy" and group.name not in {other.name for other in runnable}:

@@ -150,7 +150,11 @@ class FlatModel:
         return self.flat_buffers._sync()
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add parameters to train, frozen or not; raise ConfigError if one does not belong to this FlatModel."""
+        """Let `relayout` train these parameters once they are not frozen: those of `add_param_group`.
+
+        Raises:
+            ConfigError: one does not belong to this FlatModel.
+        """
         parameters = list(parameters)
         known = {id(slot.tensor): slot.name for slot in self._all_slots}
         if any(id(parameter) not in known for parameter in parameters):

@@ -385,9 +385,11 @@ class Gradients:
         return [tensor.grad is not None for tensor in self._tensors]
 
     def collect(self, *, last: bool = False) -> Tensor:
-        """Make every element of the flat gradients valid: zeros for a parameter without a gradient.
+        """Prepare the flat gradients for communication.
 
-        Gradients of batches of weight 0 are removed from their parameters.
+        Gradients that lie elsewhere are copied in, slices of parameters without a gradient become zeros, and all are
+        multiplied by the batch's weight unless the hooks did so. If only batches of weight 0 contributed, `p.grad` is
+        None until `done`.
 
         Args:
             last: announce all remaining buckets, and refuse further gradients until `announce` is called again.

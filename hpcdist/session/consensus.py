@@ -127,7 +127,10 @@ def _finish(model: nn.Module) -> None:
 
 
 def _optimizers_of(model: nn.Module) -> list[Any]:
-    """Return the model's optimisers; collective for a finished model, whose parameters must be equal on all ranks."""
+    """Return the model's optimisers; none after `finish`.
+
+    Collective for a finished model, whose parameters must still be equal on the ranks with the same layers.
+    """
     session = current()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module; got {type(model).__name__}. Pass the model it trains.")

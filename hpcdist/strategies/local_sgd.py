@@ -82,6 +82,10 @@ class LocalSGD(Periodic):
         self.state.after_load(self._moments.reset)
 
     def advance(self, update: Update) -> Outcome:
+        """Take the step of `Periodic`, which averages the parameters at the end of a period.
+
+        The optimizer's state is averaged at the same steps; both are averaged within a node every `node_period` steps.
+        """
         outcome = super().advance(update)
         step, node_period = self.steps + 1, self.config.node_period
         if self.alone:

@@ -303,7 +303,10 @@ class ShardedLoader(AroundLoader):
         self._done = len(order)
 
     def _joint_batches(self, strategy: Any, worker: int, workers: int) -> Iterator[WeightedBatch]:
-        """Yield the joint batches of all workers, for a strategy that evaluates portions of them."""
+        """Yield batches with the samples of all workers, of which a step evaluates this worker's share, for L-BFGS.
+
+        `strategy.joint`, which describes the batch, must be set before it is yielded: the loop's step reads it.
+        """
         if not self._split or self._iterable or self._order.batch_size is None:
             raise rules.error("the loader yields whole batches, or reads its own samples")
         order, plan = self._plan_epoch(worker, workers)

@@ -215,9 +215,11 @@ class Lbfgs:
                 return end.value
 
     def _add_pair_on_overlap(self, batch: JointBatch) -> None:
-        """Add the pending pair, with the y of the samples that this batch shares with the last one.
+        """Add the pair of the last step, whose y is the change of the gradient of samples in both batches.
 
-        If it shares another number of samples than expected, as after a change of the workers, the pair is dropped.
+        The first `head` samples of this batch are the last `tail` of the one before. HEAD is their gradient at the new
+        point; KEPT, from the call before, at the old one. Both are kept as sums divided by the whole batch, hence the
+        factors. If the number of shared samples differs, as after a change of the workers, the pair is dropped.
         """
         vectors = self._vectors
         if self._pending and self._pending == batch.head:

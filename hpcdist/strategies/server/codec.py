@@ -193,7 +193,10 @@ class Encoder:
         return message, WHOLE
 
     def _values(self, part: Tensor, kept: Tensor, feedback: Feedback, whole: bool) -> tuple[Tensor, int]:
-        """Encode a part of values or moves, as `_gradient` does."""
+        """Encode a part, uncompressed in the same cases as `_gradient`; `kept` becomes what the receiver has decoded.
+
+        Of values the difference to `kept` is encoded, and of moves (changes of parameters) the part itself.
+        """
         compressor, are_values = feedback.compressor, self._content == "values"
         if not whole:
             message = compressor.encode_residual_(part.to(kept) - kept if are_values else part.to(kept, copy=True))

@@ -89,6 +89,11 @@ class GradientWorker(Worker):
         self._in_flight = False  # a gradient was pushed and its reply not taken
 
     def step(self, update: Update) -> Outcome:
+        """Push the gradient, and pull new parameters: before the next step, or with `overlap` just before its push.
+
+        A worker whose gradient does not count (weight 0, skipped, warm-up) pushes an empty request, because the server
+        counts a request of each worker; with `overlap` it pushes nothing.
+        """
         strategy, gradients = self.strategy, self.model.gradients
         weight = gradients.mean_weight
         contributes, weight = weight > 0, weight if strategy.contract.weights_batches else 1.0
@@ -128,7 +133,7 @@ class Aggregate:
         apart: allocate memory for the sum, because the model's gradients are needed between updates.
 
     Attributes:
-        clocks: the clock of each gradient in the sum.
+        clocks: the clock of each gradient in the sum: how many updates the parameters had that it was computed from.
         factors: the weight of each gradient by its staleness; to be restored after `load_state_dict`.
         weights: the weight of each request in the sum.
         values: the hyper-parameters of each worker with a request in the sum.
@@ -158,8 +163,11 @@ class Aggregate:
         self.used.zero_()
 
     def add(self, request: ServerRequest, factor: float = 1.0) -> None:
-        """Add a request's weighted gradient to the sum; `factor` is its weight by staleness."""
-        scale = factor if request.kind == SUM else request.weight * factor  # a sum's addends are weighted already
+        """Add a request's tensors, times `factor` (of its staleness), to the sum.
+
+        Tensors of a SUM are multiplied by their batch weights already, by the worker's hooks or by an aggregator.
+        """
+        scale = factor if request.kind == SUM else request.weight * factor
         for total, arrived in zip(self.sums, request.tensors, strict=True):
             if not self.weights:
                 total.copy_(arrived)

@@ -385,11 +385,9 @@ class Gradients:
         return [tensor.grad is not None for tensor in self._tensors]
 
     def collect(self, *, last: bool = False) -> Tensor:
-        """Prepare the flat gradients for communication.
+        """Fill the flat gradients: zeros where there are none, all times the batch's weight unless hooks did that.
 
-        Gradients that lie elsewhere are copied in, slices of parameters without a gradient become zeros, and all are
-        multiplied by the batch's weight unless the hooks did so. If only batches of weight 0 contributed, `p.grad` is
-        None until `done`.
+        If only batches of weight 0 contributed, `p.grad` is None until `done`.
 
         Args:
             last: announce all remaining buckets, and refuse further gradients until `announce` is called again.

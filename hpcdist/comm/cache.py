@@ -87,7 +87,7 @@ def write_cached(path: Path, text: str, what: str = "a measurement") -> None:
             temporary.write_text(text)
     except OSError as error:
         warnings.warn(
-            f"{what} can't be cached in {path} ({error.strerror}) and will be measured again next time. Set "
+            f"{what} can't be cached in {path} ({error.strerror or error}) and will be measured again next time. Set "
             "XDG_CACHE_HOME to another folder.",
             stacklevel=2,
         )

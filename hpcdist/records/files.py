@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
 
@@ -109,9 +109,10 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         with writing(path):
             os.replace(temporary, path)
+            sync(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
+        with suppress(OSError):  # such as NotADirectoryError, which would hide the error of writing
+            temporary.unlink(missing_ok=True)
 
 
 def replace_durably(path: Path, data: bytes) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from harness.cases import each
 from hpcdist.data import HDF5Dataset, Split, create, describe
 from hpcdist.data.format import TARGET_BYTES, preferred_chunk_samples
-from hpcdist.errors import ConfigError, DataError
+from hpcdist.errors import ConfigError, DataError, OutputError
 
 X = np.arange(40, dtype=np.float32).reshape(20, 2)
 Y = np.arange(20) % 3
@@ -101,6 +101,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with HDF5Dataset(path) as dataset:
         assert len(dataset) == 3
     assert os.listdir(tmp_path) == ["a.h5"]
+
+
+def test_a_file_below_a_file_is_refused(tmp_path):
+    (tmp_path / "plain").touch()
+    with pytest.raises(OutputError, match="plain/data.h5 must be written; got 'File exists'. Write elsewhere."):
+        create(tmp_path / "plain" / "data.h5", {"train": Split.of(np.zeros((4, 2)), np.zeros(4))}, task="regression")
 
 
 def test_permissions_are_the_users_own(tmp_path):

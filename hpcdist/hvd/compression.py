@@ -76,7 +76,7 @@ class Compressed(NoneCompressor):
     ) -> Reduction:
         """Return the reduction, with its residuals, for the calls of this name. Collective when it is created.
 
-        The tensors are flat, and had `shapes` before; their lengths are the same in each call.
+        The tensors are flat, and had `shapes` before. Each call of this name has tensors of the same lengths.
         """
         cached = self._reductions.get(name)
         if cached is None or cached[0] is not comm:

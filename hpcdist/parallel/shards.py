@@ -1,8 +1,8 @@
 """Models of DTensors: this rank's parts of the parameters, as plain tensors in the same memory; device meshes.
 
 With torch's `fully_shard` (FSDP2) and `parallelize_module` (tensor parallelism) the ranks of a replica hold parameters
-jointly: DTensors. A strategy averages, sends and compresses plain tensors; it gets each rank's part, and exchanges it
-with the ranks that hold the same part in other replicas. In DistributedDataParallel each rank's part is all of it.
+jointly: DTensors. A strategy averages, sends and compresses plain tensors: the rank's part, which it exchanges with the
+ranks that hold the same part in other replicas. In DistributedDataParallel each rank's part is all of it.
 """
 
 from __future__ import annotations

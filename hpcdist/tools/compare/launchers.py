@@ -106,7 +106,7 @@ class MpiLauncher(AbstractContextManager["MpiLauncher"]):
         """Return a command's exit status. It runs in a new session: Ctrl-C in the terminal does not reach it."""
         earlier_children = psutil.Process().children()
         try:
-            with self._starting:  # so that `__exit__` sees each process that was started
+            with self._starting:  # `__exit__` must see each started process
                 if self._ended:
                     raise KeyboardInterrupt
                 process = subprocess.Popen(

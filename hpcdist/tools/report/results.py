@@ -326,9 +326,7 @@ def _is_naming(key: str, values: Mapping[Path, str], runs: Sequence[RunResult]) 
     )
 
 
-def _without_outputs(
-    naming: dict[str, Mapping[Path, str]], runs: Sequence[RunResult]
-) -> dict[str, Mapping[Path, str]]:
+def _without_outputs(naming: dict[str, Mapping[Path, str]], runs: Sequence[RunResult]) -> dict[str, Mapping[Path, str]]:
     """Drop a script's arguments whose values are paths, another one for each run, unless the seeds differ, too.
 
     Runs with equal seeds that differ only in paths may differ in their data, and keep the paths in their names.

@@ -285,8 +285,8 @@ def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
 def _job_of_single_runs(job: str | None, title: str, results: Sequence[RunResult]) -> JobRuns:
     """Return the single runs of a job; runs that differ in their seeds only get the same name, and so form a group."""
     settings = _settings(results)
-    naming = {key: values for key, values in settings.items() if _is_naming(key, values, results)}
-    naming = _without_outputs(naming, results)
+    apart = {key: values for key, values in settings.items() if _is_naming(key, values, results)}
+    naming = _without_outputs(apart, results)
     runs = [replace(result, name=_name(result, naming)) for result in results]
     metric = _first_metric(runs)
     n_by_ranks = Counter(result.ranks for result in runs)  # the reference is on the most frequent number of ranks
@@ -326,7 +326,9 @@ def _is_naming(key: str, values: Mapping[Path, str], runs: Sequence[RunResult]) 
     )
 
 
-def _without_outputs(naming: dict[str, Mapping[Path, str]], runs: Sequence[RunResult]) -> dict[str, Mapping[Path, str]]:
+def _without_outputs(
+    naming: Mapping[str, Mapping[Path, str]], runs: Sequence[RunResult]
+) -> Mapping[str, Mapping[Path, str]]:
     """Drop a script's arguments whose values are paths, another one for each run, unless the seeds differ, too.
 
     Runs with equal seeds that differ only in paths may differ in their data, and keep the paths in their names.

@@ -11,6 +11,7 @@ from torch import nn
 
 from harness.cases import each
 from hpcdist.comm.virtual import Constant, Network, run_virtual
+from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.synchronous.fragments import split_layers
@@ -258,10 +259,61 @@ def test_a_fragment_in_flight_is_dropped_where_what_was_sent_is_not_saved(merge)
         again, local = replicas.make(comm, NAME, {"period": 4, "fragment_layers": None, "merge": merge}, "sgd")
         copy_all(again.model.params, params)
         again.state.load(saved)
-        assert saved["under_way"] == [[0, 4]] and not again.in_flight
+        assert saved["under_way"] == [[0, 4, [0, 1, 2, 3]]] and not again.in_flight
         (x,) = again.common
         assert torch.equal(x, saved["common"][0])
         replicas.go(again, local, range(5, 12))
         return again.model.params[0].isfinite().all().item() and not torch.equal(x, saved["common"][0])
 
     assert run_virtual(body, 2) == [True, True]
+
+
+def taken_up(comm, options: dict, steps: int, then: dict):
+    """Collective. A strategy after some steps, its optimiser, and the same with other options from its state."""
+    options = {"period": 4, **options}
+    strategy, local = replicas.make(comm, NAME, options, "sgd")
+    replicas.go(strategy, local, range(steps))
+    saved = deepcopy(strategy.state.save())
+    again, local_again = replicas.make(comm, NAME, {**options, **then}, "sgd")
+    copy_all(again.model.params, strategy.model.params)
+    again.state.load(saved)
+    return strategy, local, again, local_again
+
+
+@each("merge", ["blend", "shift"])
+def test_in_other_fragments_a_loaded_exchange_is_merged_with_the_same_result(merge):
+    def body(comm):
+        options = {"merge": merge, "delay": 2, "fragment_layers": None}
+        strategy, local, again, local_again = taken_up(comm, options, 5, {"fragment_layers": 1})
+        assert (strategy.in_flight, again.in_flight) == ({0: 4}, {0: 4, 1: 4})
+        params, expected = (
+            replicas.go(which, optimizer, range(5, 6))[0][-1]
+            for which, optimizer in ((again, local_again), (strategy, local))
+        )
+        return torch.equal(params, expected) and torch.equal(again.common[0], strategy.common[0])
+
+    assert run_virtual(body, 2) == [True, True]
+
+
+def test_a_loaded_exchange_of_a_part_of_a_fragment_is_dropped():
+    def body(comm):
+        options = {"delay": 2, "fragment_layers": 1}
+        strategy, _, again, local = taken_up(comm, options, 5, {"fragment_layers": None})
+        assert (strategy.in_flight, again.in_flight) == ({1: 4}, {})
+        assert torch.equal(again.common[0], strategy.common[0])
+        replicas.go(again, local, range(5, 10))
+        return again.common[0]
+
+    one, other = run_virtual(body, 2)
+    assert torch.equal(one, other) and one.isfinite().all()
+
+
+@each("merge", ["delayed", "eager"])
+def test_it_is_refused_where_the_rank_does_not_have_its_own_change_any_more(merge):
+    def body(comm):
+        with pytest.raises(CheckpointError, match=r"fragment_layers and strategy.order must be those of the check"):
+            taken_up(comm, {"merge": merge, "fragment_layers": 1}, 3, {"fragment_layers": None})
+        *_, again, _ = taken_up(comm, {"merge": merge, "fragment_layers": 1}, 5, {"fragment_layers": None})
+        return again.in_flight
+
+    assert run_virtual(body, 2) == [{0: 2}, {0: 2}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from hpcdist.collectives.calls import Work
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction
+from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.records import waiting_for_work
@@ -102,8 +104,8 @@ class Periodic(Strategy):
         if self._compressed:
             self.declare_compressed(self._compressed)
         self.state.custom(
-            "under_way", lambda: sorted(map(list, self.in_flight.items())), self._load_in_flight,
-            self.in_flight.clear, reshard=first, optional=True,
+            "under_way", lambda: [[n, step, self.fragments[n].numbers] for n, step in sorted(self.in_flight.items())],
+            self._load_in_flight, self.in_flight.clear, reshard=first, optional=True,
         )  # fmt: skip
         self.state.before_save(self.complete)
         self.state.before_load(self.complete)
@@ -206,9 +208,27 @@ class Periodic(Strategy):
         """Declare tensors that are saved while fragments are in flight."""
         return self.state.sharded(name, tensors=tensors, start="any", reshard=reshard, saves=lambda: self.in_flight)
 
-    def _load_in_flight(self, saved: Sequence[Sequence[int]]) -> None:
+    def _load_in_flight(self, saved: Sequence[Sequence[Any]]) -> None:
+        """Find the fragments of this run that were in flight when another run, with the same or other fragments, saved.
+
+        A fragment of which only some parameters were in flight is not: its next δᵢ contains these changes.
+        """
         self.in_flight.clear()
-        self.in_flight.update({} if self.alone else {number: sent for number, sent in saved})
+        sent_at = {}
+        for number, step, *numbers in saved:
+            if not numbers and number < len(self.fragments):
+                numbers = [self.fragments[number].numbers]  # old checkpoints lack them
+            sent_at.update({parameter: step for fragment in numbers for parameter in fragment})
+        for number, fragment in enumerate(self.fragments):
+            steps = [sent_at[parameter] for parameter in fragment.numbers if parameter in sent_at]
+            if len(steps) == len(fragment.numbers):
+                self.in_flight[number] = min(steps)
+            elif steps and self._delay == math.inf:
+                raise CheckpointError(
+                    "strategy.fragment_layers and strategy.order must be those of the checkpoint, which was saved in "
+                    "the first period: the mean of a part of a fragment is not merged yet. Take the same options, or "
+                    "load a later checkpoint."
+                )
 
     def _keep_mergeable(self) -> None:
         """Keep the loaded exchanges in flight that this run can merge."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -58,6 +59,17 @@ def go(strategy, local, steps: range) -> tuple[list[Tensor], list]:
         after=lambda step: values.append(strategy.model.params[0].clone()), pauses=False,
     )  # fmt: skip
     return values, records
+
+
+def taken_up(comm: Communicator, name: str, options: dict, steps: int, then: dict):
+    """Collective. A strategy after some steps, its optimiser, and another with other options, from its state."""
+    strategy, local = make(comm, name, options, "sgd")
+    go(strategy, local, range(steps))
+    saved = deepcopy(strategy.state.save())
+    again, local_again = make(comm, name, {**options, **then}, "sgd")
+    copy_all(again.model.params, strategy.model.params)
+    again.state.load(saved)
+    return strategy, local, again, local_again
 
 
 def stay(strategy, local) -> None:

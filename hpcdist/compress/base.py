@@ -139,8 +139,11 @@ class Compressor(abc.ABC):
 
     @final
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict()`, except tensors whose shape has changed, as with other parameters."""
-        for name in self.remembers:
+        """Restore the result of `state_dict()`, also of another compressor, or with other options.
+
+        Attributes that `state` lacks and tensors of other shapes stay as they are.
+        """
+        for name in state.keys() & set(self.remembers):
             values = getattr(self, name), state[name]
             if len({value.shape for value in values if isinstance(value, Tensor)}) < 2:
                 setattr(self, name, deepcopy(state[name]))

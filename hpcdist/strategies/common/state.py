@@ -268,7 +268,7 @@ class State:
 
         def load_coders(saved: Sequence[dict[str, Any]]) -> None:
             for compressor, state in zip(compressors, saved):
-                compressor.load_state_dict(compressor.state_dict() | state)
+                compressor.load_state_dict(state)
 
         self._declare(StateSpec(f"{name}.coders", coders, load_coders, lambda: None, RESHARD["first"], optional=True))
         for key in elementwise:  # None, before the first message, is saved as zeros
@@ -279,7 +279,7 @@ class State:
 
             def load_tensor(saved: Sequence[Tensor], key: str = key) -> None:
                 for compressor, tensor in zip(compressors, saved):
-                    compressor.load_state_dict(compressor.state_dict() | {key: tensor})
+                    compressor.load_state_dict({key: tensor})
 
             self._declare(
                 StateSpec(f"{name}.{key}", save_tensor, load_tensor, lambda: None, RESHARD[reshard], True, sharded=True)

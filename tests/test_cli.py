@@ -214,6 +214,13 @@ def test_nothing_is_imported_before_it_is_needed_and_packages_add_commands(tmp_p
 WRONG = [["train"], ["train", TINY, "--sett", "a=1"], ["nonsense"], ["data", "import"]]
 
 
+@each("option", ["--ranks", "-n"])
+def test_ranks_of_train_are_the_launcher_s(hpcdist, option):
+    status, _, err = hpcdist("train", "job.py", option, "4")
+    assert "--ranks must be given to the launcher that starts them; got 4 behind train." in err
+    assert status == 1 and "hpcdist run -n 4 hpcdist train job.py, or mpirun -n 4 " in " ".join(err.split())
+
+
 @each("arguments", [*WRONG, ["train", TINY, "--progress", "loud"]])
 def test_wrong_usage_has_status_2_and_the_first_rank_speaks_of_it(hpcdist, monkeypatch, arguments):
     monkeypatch.delenv("PMI_RANK", raising=False)

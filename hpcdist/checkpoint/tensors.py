@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcdist.checkpoint.slices import SlicePosition
 from hpcdist.errors import CheckpointError
-from hpcdist.records import replacing, sync, tensor_bytes, write_durably
+from hpcdist.records import replacing, sync, tensor_bytes, write_durably, writing
 
 _NAMES = {  # in the format; some only in later versions of the library and of torch
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
@@ -102,10 +102,11 @@ def export(state: Mapping[str, Tensor], file: str | Path) -> None:
 
     Raises:
         CheckpointError: the name has another ending; or safetensors lacks a tensor's type.
+        OutputError: the file can't be written, as its folder does not exist.
     """
     check_name(file)
     file = Path(file)
-    with replacing(file) as temporary:
+    with writing(file), replacing(file) as temporary:
         if file.suffix == ".safetensors":
             if odd := next((name for name, tensor in state.items() if tensor.dtype not in STORED), None):
                 raise CheckpointError(
@@ -114,7 +115,8 @@ def export(state: Mapping[str, Tensor], file: str | Path) -> None:
                 )
             write_durably(temporary, file_content(state, {"format": "pt"}))  # Hugging Face demands the format
         else:
-            torch.save(dict(state), temporary)
+            with open(temporary, "wb") as opened:  # torch raises another error for a path
+                torch.save(dict(state), opened)
             sync(temporary)
 
 

@@ -139,11 +139,11 @@ class Compressor(abc.ABC):
 
     @final
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict()`, also of another compressor, or with other options.
+        """Restore the result of `state_dict()`, except tensors whose shape has changed, as with other parameters.
 
-        Attributes that `state` lacks and tensors of other shapes stay as they are.
+        An attribute that the state lacks, as that of another compressor, stays as it is.
         """
-        for name in state.keys() & set(self.remembers):
+        for name in state.keys() & self.remembers:
             values = getattr(self, name), state[name]
             if len({value.shape for value in values if isinstance(value, Tensor)}) < 2:
                 setattr(self, name, deepcopy(state[name]))

@@ -21,7 +21,7 @@ from states import bits, loaded, save_alone, through_a_file
 
 from harness.cases import each
 from hpcdist.checkpoint.tensors import STORED, export
-from hpcdist.errors import CheckpointError
+from hpcdist.errors import CheckpointError, OutputError
 
 floats = st.floats() | st.binary(min_size=8, max_size=8).map(lambda data: struct.unpack(">d", data)[0])
 scalars = (
@@ -212,6 +212,15 @@ def test_others_can_read_the_tensors_by_their_place(tmp_path):
         "state['model']['weight']": state["model"]["weight"],
         "state[5][0]": state[5][0],
     })  # fmt: skip
+
+
+def test_what_can_not_be_exported_is_said_by_the_file_s_name(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.pt").mkdir()
+    for name in ("none/it.pt", "none/it.safetensors", "file/it.pth", "folder.pt"):
+        with pytest.raises(OutputError, match=f"{tmp_path / name} must be written; got '.*'. Write elsewhere."):
+            export({"weight": torch.zeros(3)}, tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.pt"]
 
 
 def test_tensors_of_all_types_that_the_installed_library_reads_are_exported(tmp_path):

@@ -195,6 +195,16 @@ def test_what_is_finite_stays_finite(variant, dtype, case):
         before = values.clone()
 
 
+@each_variant
+def test_what_a_saved_state_lacks_stays_as_it_is(variant):
+    """Another compressor has saved it."""
+    coder = make(variant)
+    coder.encode(gradient(0, torch.float32))
+    before = coder.state_dict()
+    coder.load_state_dict({"of another one": 1})
+    assert all(value is before[name] for name, value in coder.state_dict().items())
+
+
 def through_a_checkpoint(state):
     values, tensors, places = tree.encode(state)
     kept = {key: tensor.clone() for key, tensor in tensors.items()}

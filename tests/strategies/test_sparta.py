@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.cases import each
-from hpcdist.comm.virtual import Constant, Network, run_virtual
+from hpcdist.comm.virtual import Constant, Network, Straggler, run_virtual
 from hpcdist.config.settings import Named
 from strategies import problem, replicas
 
@@ -162,6 +162,18 @@ def test_an_exchange_within_the_delay_takes_no_time():
         return max(run_virtual(body, 2, network=Network(0.03, 1e12), compute=Constant(0.1)))
 
     assert seconds(1) == pytest.approx(0.6) and seconds(0) > 0.9
+
+
+@each("delay", [1, 3])
+def test_the_seconds_of_a_mean_that_comes_late_are_no_more_than_those_of_the_steps(delay):
+    def body(comm):
+        start_s = comm.now()
+        run = problem.train(comm, NAME, {"share": 0.5, "delay": delay}, epochs=2)
+        return comm.now() - start_s, sum(record.seconds for record in run.records)
+
+    late = Straggler(Constant(0.01), rank=1, factor=3)
+    for passed_s, recorded_s in run_virtual(body, 3, network=Network(0.003, 1e9), compute=late):
+        assert 0.85 * passed_s < recorded_s <= passed_s
 
 
 @pytest.mark.sizes(2)

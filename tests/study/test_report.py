@@ -131,6 +131,25 @@ def test_arguments_that_say_where_to_write_or_what_the_run_has_anyway_name_no_gr
                      **dict.fromkeys(of_softsync, 1)}  # fmt: skip
 
 
+def test_paths_that_a_script_writes_under_names_of_its_own_name_no_group(tmp_path):
+    def names(folder, *runs):
+        for number, (seed, arguments) in enumerate(runs):
+            evidence.write_run(tmp_path / folder / str(number), seed=seed, arguments=arguments)
+        return Counter(result.name for result in only_job(tmp_path / folder).runs)
+
+    each_seed = [(seed, {"final": f"{lr}-{seed}.pt", "lr": lr}) for lr in ("0.1", "0.2") for seed in range(3)]
+    expected = {"allreduce (lr 0.1)": 3, "allreduce (lr 0.2)": 3}
+    assert names("outputs", *each_seed) == expected
+    assert names("some without", (3, {"lr": "0.1"}), *each_seed) == expected | {"allreduce (lr 0.1)": 4}
+    assert names("started again", each_seed[0], *each_seed) == expected | {"allreduce (lr 0.1)": 4}
+    read = [(seed, {"final": f"kept/{data}{seed}", "from": data}) for data in ("a.h5", "b.h5") for seed in (0, 1)]
+    assert names("data", *read) == {"allreduce (from a.h5)": 2, "allreduce (from b.h5)": 2}
+    one_seed = {"allreduce (final a.pt, from a.h5)": 1, "allreduce (final b.pt, from b.h5)": 1}
+    assert names("one seed", *((0, {"final": f"{d}.pt", "from": f"{d}.h5"}) for d in "ab")) == one_seed
+    numbers = [(seed, {"lr": f"0.{seed}", "by": f"x{seed}"}) for seed in (1, 2)]
+    assert names("no paths", *numbers) == {"allreduce (lr 0.1, by x1)": 1, "allreduce (lr 0.2, by x2)": 1}
+
+
 def test_each_job_has_names_and_a_reference_of_its_own(tmp_path):
     """Files of one path or of one content are one job; where two jobs' files have one name, their paths name them."""
     for i, splits in enumerate((1, 4)):

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from harness.cases import each
 from harness.launch import IMPORTS, find_mpirun, launch
+from hpcdist.checkpoint import export
 from hpcdist.comm.launch import unlaunched
 from hpcdist.data import writer
 from hpcdist.errors import ConfigError, OutputError
@@ -78,6 +80,13 @@ def test_evaluations_end_with_a_whole_line(tmp_path):
     with file_limit(100), pytest.raises(OutputError, match=f"evaluations.jsonl {TOO_LARGE}"):
         append_evaluation(tmp_path, Evaluation(2, 2, 20, 1.0, {"loss": 0.5}))
     assert read_evaluations(tmp_path) == [first]
+
+
+@each("name", ["it.pt", "it.safetensors"])
+def test_an_exported_model_is_whole_or_not_there(tmp_path, name):
+    with file_limit(1000), pytest.raises(OutputError, match=f"{name} {TOO_LARGE}"):
+        export({"weight": torch.zeros(1000)}, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
 
 
 @each("compression", [None, "gzip"])

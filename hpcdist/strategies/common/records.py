@@ -71,6 +71,10 @@ class Recorder:
         self._since, self._before = now, traffic
         if events := self.events():
             outcome = replace(outcome, event="; ".join([*filter(None, [outcome.event]), *events]))
+        spent_s = spent.communicating_s + spent.waiting_s
+        if spent_s > passed_s:  # with all seconds of a call that was in flight in earlier steps too
+            part = passed_s / spent_s
+            spent = replace(spent, communicating_s=part * spent.communicating_s, waiting_s=part * spent.waiting_s)
         computing_s = max(0.0, passed_s - spent.communicating_s - spent.waiting_s)
         return StepRecord(step=step, computing_s=computing_s, **vars(outcome), **vars(spent))
 

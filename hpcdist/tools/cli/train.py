@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.errors import LEFT
+from hpcdist.errors import LEFT, ConfigError
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import JobFile, on_all_ranks
 from hpcdist.tools.options import Config, Overrides
@@ -44,6 +44,7 @@ def train(
         bool, typer.Option(help="Bind each rank to separate cores unless the launcher has bound it.")
     ] = True,
     baseline: Annotated[str | None, typer.Option(hidden=True, help="Train with another library.")] = None,
+    ranks: Annotated[str | None, typer.Option("--ranks", "-n", hidden=True, help="Refused: the launcher's.")] = None,
 ) -> None:
     """Train a job on the ranks that mpirun or srun started. Collective.
 
@@ -56,6 +57,11 @@ def train(
     from hpcdist.tools.baselines.base import BaselineTrainer
     from hpcdist.train import runs
 
+    if ranks is not None:
+        raise ConfigError(
+            f"--ranks must be given to the launcher that starts them; got {ranks} behind train. Write it as "
+            f"hpcdist run -n {ranks} hpcdist train {job}, or mpirun -n {ranks} hpcdist train {job}."
+        )
     comm = session.init(bind=bind, run=False)
     show = console.progress(progress, in_notebook="JPY_PARENT_PID" in os.environ)  # set in Jupyter's kernels
     ends_at = job_end(os.environ) if comm.rank == 0 else None

@@ -26,6 +26,7 @@ LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity")  # parts
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps an iteration with a progress display under a title
 READING = "reading runs"
 REFERENCE = "allreduce"  # default strategy that others are compared with
+PATH = re.compile(r"/|\.[A-Za-z]\w*$")  # in a value that names a file or a folder
 # Names of a script's arguments that only say where it writes.
 CHECKPOINTS = re.compile(r"(checkpoint|ckpt)(s|s?[_-]?(dir|directory|folder|path))")
 WRITTEN = re.compile(rf"(out|output|save|log|result|run)s?([_-]?(dir|folder|path|file))?|{CHECKPOINTS.pattern}")
@@ -284,7 +285,8 @@ def _by_job(runs: Sequence[RunResult]) -> dict[str | None, list[RunResult]]:
 def _job_of_single_runs(job: str | None, title: str, results: Sequence[RunResult]) -> JobRuns:
     """Return the single runs of a job; runs that differ in their seeds only get the same name, and so form a group."""
     settings = _settings(results)
-    naming = {key: values for key, values in settings.items() if _is_naming(key, values, results)}
+    apart = {key: values for key, values in settings.items() if _is_naming(key, values, results)}
+    naming = _without_outputs(apart, results)
     runs = [replace(result, name=_name(result, naming)) for result in results]
     metric = _first_metric(runs)
     n_by_ranks = Counter(result.ranks for result in runs)  # the reference is on the most frequent number of ranks
@@ -322,6 +324,26 @@ def _is_naming(key: str, values: Mapping[Path, str], runs: Sequence[RunResult]) 
     return not any(
         all(values.get(result.run.folder) in (None, value) for result, value in zip(runs, of_all)) for of_all in own
     )
+
+
+def _without_outputs(
+    naming: Mapping[str, Mapping[Path, str]], runs: Sequence[RunResult]
+) -> Mapping[str, Mapping[Path, str]]:
+    """Drop a script's arguments whose values are paths, another one for each run, unless the seeds differ, too.
+
+    Runs with equal seeds that differ only in paths may differ in their data, and keep the paths in their names.
+    """
+
+    def different(keys: Collection[str], having: str | None = None) -> int:
+        """Count different runs, by their seeds and these settings, of those that have the setting `having`."""
+        chosen = [run for run in runs if having is None or run.run.folder in naming[having]]
+        return len({(run.cell, run.seed, *(naming[key].get(run.run.folder) for key in keys)) for run in chosen})
+
+    paths = {k for k, v in naming.items() if k.startswith("arguments.") and all(map(PATH.search, v.values()))}
+    others = naming.keys() - paths
+    outputs = {key for key in paths if len(set(naming[key].values())) == different({*others, key}, key)}
+    without = {key: values for key, values in naming.items() if key not in outputs}
+    return without if different(without) == different(naming) else naming
 
 
 def _name(result: RunResult, settings: Mapping[str, Mapping[Path, str]]) -> str:

@@ -87,7 +87,7 @@ class Auto(AllReduce):
 
     def _in_place(self, tensor: Tensor, n_bytes: int) -> bool:
         """Return whether the tensor is long and all ranks have mapped it, so that `Direct` sums it without copies."""
-        return n_bytes >= self._in_place_bytes and self.comm.memory.is_shared(tensor)
+        return n_bytes >= self._in_place_bytes and bool(self.comm.memory.mapped(tensor))
 
     def close(self) -> None:
         for algorithm in dict.fromkeys(self._algorithms):

@@ -66,9 +66,9 @@ class RankMemory(abc.ABC):
         """
         return None
 
-    def is_shared(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in memory that `zeros` returned and the other ranks have mapped."""
-        return False
+    def mapped(self, tensor: Tensor) -> list[Tensor]:
+        """Return all ranks' tensors at this one's place in memory from `zeros`; empty if ranks have not mapped it."""
+        return []
 
     def host(self, tensor: Tensor, *, write: bool = True) -> AbstractContextManager[Tensor]:
         """Yield the tensor itself if it is on the host or the library can use device memory; else a copy on the host.

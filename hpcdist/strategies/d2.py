@@ -33,7 +33,8 @@ class D2(Strategy):
     diverges even without gradients. With `lazy`, the default, ranks mix by (W + I)/2, which has none; without it the
     ring of an even number of ranks is refused, for example. On one rank only the optimiser runs.
 
-    Bytes per rank and step: one parameter vector to each neighbour. Memory: c, and one vector per neighbour.
+    Bytes per rank and step: one parameter vector to each neighbour. Memory: c, and, on several nodes, one vector per
+    neighbour.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "d2", topology="ring")
@@ -65,6 +66,7 @@ class D2(Strategy):
             )
         super().__init__(config, comm, model, **kwargs)
         self._mixing = self.opened(Mixing(comm, topology, overlap=False, identity_weight=0.5 if config.lazy else 0.0))
+        model.move_params(self._mixing.share(model.params))
         self._changed = self.state.sharded("changed", model.params if comm.size > 1 else [], resets=True)  # c
         self.rates: list[float] = self.state.value("rates", [], self, resets=True)  # of each parameter's last step
 
@@ -75,8 +77,10 @@ class D2(Strategy):
         self._scale()
         for x, changed in zip(self.model.params, self._changed, strict=True):
             for mine, c in alongside(x, changed):
-                c.sub_(mine.add_(c))  # −(x + u); `mix` adds the average, and has the next c
-        self._mixing.mix(self.model.params, self.steps, add_to=self._changed)
+                c.sub_(mine.add_(c))  # −(x + u)
+        self._mixing.mix(self.model.params, self.steps)
+        for x, changed in zip(self.model.params, self._changed, strict=True):
+            changed.add_(x)
         return outcome
 
     def _scale(self) -> None:

@@ -32,8 +32,8 @@ class GradientTracking(Strategy):
     not finite keeps its last gradient in y. On one rank only the optimiser runs.
 
     Bytes per rank and step: two parameter vectors to each neighbour, x and y, and two elements for each parameter to
-    flag its gradient: a parameter without a gradient on any rank is not updated. Memory: y, the last gradient, and two
-    vectors per neighbour.
+    flag its gradient: a parameter without a gradient on any rank is not updated. Memory: y, the last gradient, and, on
+    several nodes, two vectors per neighbour.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "gradient_tracking", topology="ring")
@@ -54,11 +54,13 @@ class GradientTracking(Strategy):
         topology = conserving(config.topology, comm, "gradient_tracking")
         super().__init__(config, comm, model, **kwargs)
         self._mixing = self.opened(Mixing(comm, topology, overlap=False))
+        model.move_params(self._mixing.share(model.params))
         like = model.params if comm.size > 1 else []
         # After y's first tensor two flags per parameter are sent: this rank has a gradient; only some ranks have one.
         # `_sent` is y with these flags, `tracked` the views of y in it.
         flags = 2 * len(model.slots)
-        self._sent = [x.new_zeros(len(x) + (0 if number else flags)) for number, x in enumerate(like)]
+        sent = [x.new_zeros(len(x) + (0 if number else flags)) for number, x in enumerate(like)]
+        self._sent = self._mixing.share(sent)
         tracked = [sent[: len(x)] for sent, x in zip(self._sent, like)]
         self._flags = self._sent[0][len(like[0]) :].view(2, -1) if like else torch.empty(2, 0)
         # y, and the gradient of the last step. Both are resharded alike, so that their sums stay equal.

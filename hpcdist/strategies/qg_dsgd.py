@@ -13,6 +13,7 @@ from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
+from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.decentralised.mixing import Mixing, conserving, rates
 
 
@@ -30,8 +31,8 @@ class QGDSGD(Strategy):
     W must be doubly stochastic; it may be directed, and change between steps. On one rank SGD runs with its usual
     momentum.
 
-    Bytes per rank and step: one parameter vector to each neighbour. Memory: m̂, x before the step, and one vector per
-    neighbour.
+    Bytes per rank and step: one parameter vector to each neighbour. Memory: m̂, x before the step, and, on several
+    nodes, one vector per neighbour.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "qg_dsgd", topology="ring")
@@ -53,25 +54,25 @@ class QGDSGD(Strategy):
         if self.optimizer is not None and comm.size > 1:
             self._sgd()
         self._mixing = self.opened(Mixing(comm, topology, overlap=False))
+        model.move_params(self._mixing.share(model.params))
         like = model.params if comm.size > 1 else []
         self._momentum = self.state.sharded("momentum", like, reshard="mean", resets=True)  # m̂
-        self._change = self.state.scratch([torch.empty_like(x) for x in like])  # −x before the step, then xₜ₊₁ − xₜ
+        self._before = self.state.scratch([torch.empty_like(x) for x in like])  # x before the step
 
     def advance(self, update: Update) -> Outcome:
         if self.comm.size == 1:
             return self.gradients.step_alone(update)
         sgd = self._sgd()
-        for change, x in zip(self._change, self.model.params, strict=True):
-            torch.neg(x.detach(), out=change)
+        copy_all(self._before, self.model.params)
         outcome = self.gradients.step_alone(lambda: self._step(sgd, update))
-        self._mixing.mix(self.model.params, self.steps, add_to=self._change)
+        self._mixing.mix(self.model.params, self.steps)
         memory = self.config.memory
         with self.model.skip_unused(self.model.gradients.present(), self._momentum):
             for slot, rate in zip(self.model.slots, rates(self.model, sgd), strict=True):
                 if rate:
-                    views = (slot.view(flats).view(-1) for flats in (self._momentum, self._change))
-                    for momentum, change in alongside(*views):
-                        momentum.mul_(memory).sub_(change, alpha=(1 - memory) / rate)
+                    flats = self._momentum, self._before, self.model.params
+                    for momentum, before, x in alongside(*(slot.view(flat).view(-1) for flat in flats)):
+                        momentum.mul_(memory).sub_(x - before, alpha=(1 - memory) / rate)
         return outcome
 
     def _step(self, local: torch.optim.Optimizer, update: Update) -> None:

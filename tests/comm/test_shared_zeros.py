@@ -19,7 +19,7 @@ def shared_by(comm, count: int, dtype: torch.dtype = torch.float32) -> torch.Ten
     if not comm.memory.can_attach:
         pytest.skip("the kernel lets no process read another's memory")
     tensor = comm.memory.zeros(count, dtype)
-    assert comm.memory.is_shared(tensor) == (comm.size > 1)
+    assert bool(comm.memory.mapped(tensor)) == (comm.size > 1)
     return tensor
 
 
@@ -60,10 +60,10 @@ def test_others_read_and_write_shared_zeros_in_place(ranks):
 def test_only_tensors_in_shared_zeros_are_shared_and_these_outlive_the_communicator(ranks):
     def body(comm):
         first, second = shared_by(comm, 5), shared_by(comm, 3, torch.bfloat16)
-        assert comm.memory.is_shared(first[4:]) and comm.memory.is_shared(second)
-        assert not comm.memory.is_shared(torch.zeros(5)) and not comm.memory.is_shared(torch.zeros(0))
+        assert bool(comm.memory.mapped(first[4:])) and bool(comm.memory.mapped(second))
+        assert not comm.memory.mapped(torch.zeros(5)) and not comm.memory.mapped(torch.zeros(0))
         another = comm.split(0)
-        assert not another.memory.is_shared(first)  # whose ranks may be others
+        assert not another.memory.mapped(first)  # whose ranks may be others
         tensor = shared_by(another, 1000, torch.float64)
         another.close()
         tensor += comm.rank
@@ -87,7 +87,7 @@ def test_where_one_rank_can_not_map_the_memory_of_others_all_have_their_own(rank
             return
         monkeypatch.setattr(node_memory, "_map", fails)
         tensor = comm.memory.zeros(4, torch.float32)
-        assert tensor.tolist() == [0.0] * 4 and not comm.memory.is_shared(tensor)
+        assert tensor.tolist() == [0.0] * 4 and not comm.memory.mapped(tensor)
         with pytest.raises(CommunicationError, match="not here"):
             node_memory.SharedTensor(comm, 4, torch.float32)
 
@@ -110,7 +110,7 @@ def test_more_memory_than_the_system_has_is_refused_with_its_length():
 def test_without_mpi_shared_zeros_are_a_tensor_like_any_other():
     def body(comm):
         tensor = comm.memory.zeros(3, torch.int64)
-        return tensor.tolist(), tensor.dtype, comm.memory.is_shared(tensor)
+        return tensor.tolist(), tensor.dtype, bool(comm.memory.mapped(tensor))
 
     expected = ([0, 0, 0], torch.int64, False)
     assert body(SingleRankCommunicator()) == expected

@@ -375,6 +375,17 @@ def test_columns_of_numbers_lists_and_texts(others, source):
         read("a,text")
 
 
+def test_large_labels_stay_different_classes(others):
+    """The columns are uint64, int64 and float64; float32 can't tell their labels apart."""
+    first = {"hash": 2**63 + 5, "number": 2**53, "float": 2.0**24}
+    table = pandas.DataFrame({name: pandas.Series([value, value + 1] * 6) for name, value in first.items()})
+    table.assign(x=1).to_parquet("large.parquet")
+    for name, value in first.items():
+        path = others("large.parquet", "out.h5", x="x", y=name, task="classification", test_fraction=0)
+        assert describe(path)["classes"] == [str(int(value)), str(int(value) + 1)]
+        assert everything(path, "train")[1].tolist() == [0, 1] * 6
+
+
 def test_bytes_of_images_are_images_whether_the_file_says_so_or_not(others):
     encoded = []
     for i in range(12):

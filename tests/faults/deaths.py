@@ -91,7 +91,7 @@ job = Job(
 values = load({{**{defaults}, "data": {{"path": {data!r}}}}}, None, OPTIONS)
 trainer = Trainer(job, JobConfig(**values), comm, FOLDER / "run", None, listens=True)
 if DEATHS.get(comm.rank) == 0:  # such as a server, which has no step of its own
-    threading.Timer(0.3, die).start()
+    arm() if INSIDE else threading.Timer(0.3, die).start()
 trainer.run()
 trainer.close()
 """
@@ -105,7 +105,8 @@ def job(folder: Path, size: int, *options: str, **how: object) -> subprocess.Com
 
     Args:
         how: other values than AS_EVER has.
-            deaths: in which step of its own each rank is killed, 1 for the first; or AT_ANY_TIME.
+            deaths: in which step of its own each rank is killed, 1 for the first; or AT_ANY_TIME, or with `inside`
+                whenever it comes to that call.
             inside: what of the trainer's, or of a module, they are killed in a call of; by default the loss.
             call: in which call from then on.
             amid_s: seconds after its beginning, while the other workers come to it twice as late; 0: at its beginning.

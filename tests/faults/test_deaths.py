@@ -10,6 +10,7 @@ from faults.deaths import AT_ANY_TIME, events, go_on, job, survivable
 from hpcdist.records import load_summary, read_records
 
 pytestmark = survivable
+AGGREGATOR = ["strategy=hardsync", "strategy.fan_in=2"]  # of 4 ranks 1 is an aggregator, and 2 and 3 push to it alone
 
 
 def check_goes_on(tmp_path, *options: str, dies: int, at: int) -> None:
@@ -37,15 +38,17 @@ def test_what_is_left_saves_a_checkpoint_from_which_as_many_ranks_go_on(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("size", "options"),
+    ("size", "options", "how"),
     [
-        (3, ["strategy=parameter_server"]),
-        (4, ["strategy=hardsync", "strategy.fan_in=2"]),  # rank 1 is an aggregator, and 2 and 3 push to it alone
+        (3, ["strategy=parameter_server"], {}),
+        (4, AGGREGATOR, {}),
+        # In its reply to the first pause of the aggregator, for which the workers wait in a call of all ranks already.
+        (4, AGGREGATOR, {"inside": "strategy.server.inbox.reply", "call": 2}),
     ],
-    ids=["parameter_server", "aggregator"],
+    ids=["parameter_server", "aggregator", "workers wait for the aggregator"],
 )
-def test_a_killed_server_ends_the_run_with_a_message(tmp_path, size, options):
-    done = job(tmp_path, size, *options, "epochs=2000", "checkpoint.every_steps=20", deaths={0: AT_ANY_TIME})
+def test_a_killed_server_ends_the_run_with_a_message(tmp_path, size, options, how):
+    done = job(tmp_path, size, *options, "epochs=2000", "checkpoint.every_steps=20", deaths={0: AT_ANY_TIME}, **how)
     assert done.returncode != 0
     # In a step, or between two steps, where all ranks take part.
     met = (

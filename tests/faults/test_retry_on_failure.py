@@ -10,7 +10,7 @@ from faults.deaths import ULFM, survivable
 from hpcdist.comm.virtual import run_virtual
 
 BEGIN = """
-import os, signal, torch
+import os, signal, time, torch
 import hpcdist as hd
 from hpcdist.errors import CommunicationError
 
@@ -55,6 +55,30 @@ def test_a_result_is_that_of_the_living_on_each_of_them(tmp_path):
     found = [([4.0], b"0 1 3 4"), ([2.0], b"1 3"), ([2.0], b"1 3")]
     for rank in (1, 3):
         assert f"rank {rank}: {found} (1, 3) [0, 2, 4]" in done.stdout
+
+
+@survivable
+def test_a_rank_that_ends_by_an_exception_after_a_death_has_died_too(tmp_path):
+    """Others wait for it, where they would not have learned that it has ended."""
+    text = """
+        if comm.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if comm.rank == 1:
+            while not comm.failures.failed():
+                time.sleep(0.01)
+            raise RuntimeError("too few are left")
+        comm.failures.shrink()
+        while 1 not in comm.failures.lost:
+            comm.failures.shrink()
+        print(f"rank {comm.rank}: {sorted(comm.failures.lost)}", flush=True)
+        if comm.rank in {fails}:
+            raise RuntimeError("none is left")
+    """
+    for fails, status in (((2, 3), 1), ((), 0)):
+        done = job(tmp_path, 4, text.replace("{fails}", str(fails)))
+        assert done.returncode == status, done.stderr
+        assert "[rank 1] RuntimeError: too few are left" in done.stderr
+        assert "rank 2: [0, 1]" in done.stdout and "rank 3: [0, 1]" in done.stdout
 
 
 @survivable

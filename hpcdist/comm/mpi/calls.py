@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,9 +24,11 @@ from hpcdist.comm.mpi.stuck import RankState, Wait
 from hpcdist.comm.transfer import Traffic
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
+from hpcdist.faults.reporter import SILENT_S
 
 T = TypeVar("T")
 GIVE_WAY_S = 2.0  # how long mpirun may take to end the other ranks of a job
+LAST_S = SILENT_S + 5.0  # how long a rank that ends waits for the others that end
 DETECTION_S = 30.0  # how much later than a broken connection MPI may report the death that caused it
 
 
@@ -335,12 +338,20 @@ class FaultTolerance(Failures):
 
         Return if none has died. Lower ranks then had time to end the job, and MPI to detect a death: Open MPI's mpirun
         hangs, or returns the exit status 0, if several ranks abort a job, or if a rank aborts after another has died.
+
+        Others may wait for this rank, and Open MPI reports a death by a signal only, no exit with a status. But where
+        all ranks are killed mpirun returns 0. So the last rank exits with `status`; the highest waits to be the last.
         """
+        rank, size = self.calls.rank, self.all.Get_size()
         with suppress(DeadlineError):
-            wait_until(lambda: bool(self.failed()), GIVE_WAY_S * min(self.calls.rank, 3), str)
+            wait_until(lambda: bool(self.failed()), GIVE_WAY_S * min(rank, 3), str)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(status)
+            if set(range(rank + 1, size)) <= set(self.failed()):
+                with suppress(DeadlineError):
+                    wait_until(lambda: len(self.failed()) == size - 1, LAST_S, str)
+                    os._exit(status)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _agree(self, done: bool) -> bool:
         """Collective among the surviving ranks. Return whether all are `done`; shrink the group to these ranks."""

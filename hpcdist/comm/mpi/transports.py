@@ -188,7 +188,7 @@ class Transports(RankMemory):
                 f"attached tensors must have the same number of bytes on every rank; "
                 f"got {ranges[:, 1].tolist()} in rank order."
             )
-        return AttachedMemory(comm, tensor, ranges[:, 0].tolist(), self._mapped(tensor))
+        return AttachedMemory(comm, tensor, ranges[:, 0].tolist(), self.mapped(tensor))
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         if self._comm.size > 1 and self.can_attach and count > 0:
@@ -206,11 +206,7 @@ class Transports(RankMemory):
         except CommunicationError:  # on all ranks: their memory can't be mapped
             return None
 
-    def is_shared(self, tensor: Tensor) -> bool:
-        return any(shared.holds(tensor) for shared in self._shared)
-
-    def _mapped(self, tensor: Tensor) -> list[Tensor]:
-        """Return the views of all ranks' tensors that are mapped in this process; empty if they are not."""
+    def mapped(self, tensor: Tensor) -> list[Tensor]:
         return next((shared.views_of(tensor) for shared in self._shared if shared.holds(tensor)), [])
 
     # --- the end --------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def as_targets(
     if not may_be_labels or task == "regression":
         return [values.astype("float32") if values.ndim == 1 and not floating else values for values in splits], []
     distinct, labels = np.unique(values, return_inverse=True)
-    names = [str(name) if textual else f"{name:.0f}" for name in distinct]
+    names = [str(name) if textual else f"{name:{'.0f' if floating else 'd'}}" for name in distinct]
     if classes:
         if len(classes) != len(names) or (textual and {*classes} != {*names}):
             raise ConfigError(

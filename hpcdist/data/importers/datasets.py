@@ -76,9 +76,11 @@ def convert(
                     f"{source} must have a folder of images for each class, and two or more; got no classes."
                 )
             raise UnknownNameError(f"x and y of {source}", unknown[0], features)
-        targets = [np.array(part.with_format("numpy")[y][:]) for part in parts.values()]
+        # dtype None: as stored. The format's own types, int64 and float32, merge or change large labels.
+        targets = [np.array(part.with_format("numpy", dtype=None)[y][:]) for part in parts.values()]
         names = getattr(features[y], "names", [])
         labels, names = (targets, names) if names else as_targets(task, f"{y} of {source}", targets)
+        labels = [each.astype(np.float32 if each.dtype.kind == "f" else np.int64) for each in labels]
         by_name = dict(zip(parts, labels, strict=True))
         parts = {name: part.select_columns(columns) for name, part in parts.items()}
         drawn = len(parts) == 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
+from hpcdist.collectives.calls.in_place import MeansInPlace, average
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator, Neighbourhood, Request
 from hpcdist.config.settings import Named
@@ -39,7 +39,8 @@ class Mixing:
     """Collective. Mix tensors xᵢ over ranks i with a topology's weights: xᵢ ← Σⱼ Wᵢⱼ xⱼ.
 
     A static topology uses a neighbourhood of the communicator, others send messages in each step. Messages: one per
-    tensor and destination.
+    tensor and destination. `mix` sends none if all its tensors come from `share` and the ranks are on one node, see
+    `MeansInPlace`; it counts the messages that it replaces.
 
     Args:
         comm: a communicator that only this object sends on.
@@ -51,6 +52,8 @@ class Mixing:
         self._comm, self._topology, self._identity_weight = comm, topology, identity_weight
         self._static = comm.neighbourhood(*self._peers(0)) if topology.static else None
         self._received: list[Tensor] = []
+        self._in_place = MeansInPlace(comm)
+        self.share = self._in_place.share
         self._sent: Sequence[Tensor] = ()
         self._requests: list[Request] = []  # of the exchange in flight
         self._step = 0  # of the exchange in flight
@@ -75,43 +78,35 @@ class Mixing:
         self._requests = [exchange.start(t, r) for t, r in zip(tensors, self._received, strict=True)]
         self._step = step
 
-    def finish(self, tensors: Sequence[Tensor], add_to: Sequence[Tensor] = ()) -> None:
+    def finish(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Wait for the exchange and mix `tensors`, in place.
 
         `start` has sent the same tensors, or rounded copies; rounding errors then stay here, which conserves sums.
-
-        Args:
-            add_to: tensors to which the result is added while it is in the cache, or none.
         """
         self.drop()  # only waits here: the received tensors stay
-        weights = self._topology.in_neighbours(self._comm.rank, self._step)
-        if self._identity_weight:
-            weights = {peer: (1 - self._identity_weight) * weight for peer, weight in weights.items()}
-            weights[self._comm.rank] += self._identity_weight
+        weights = self._weights(self._comm.rank, self._step)
         local_weight = weights.pop(self._comm.rank)
         with torch.no_grad():
-            for index, (tensor, sent, received) in enumerate(zip(tensors, self._sent, self._received, strict=True)):
+            for tensor, sent, received in zip(tensors, self._sent, self._received, strict=True):
                 remote = received.view(len(weights), tensor.numel())
-                for local, as_sent, *parts in alongside(tensor, sent, *remote, *add_to[index : index + 1]):
-                    weighted = list(zip(weights.values(), parts))
+                for local, as_sent, *parts in alongside(tensor, sent, *remote):
+                    weighted = zip(weights.values(), parts, strict=True)
                     if sent.dtype != tensor.dtype:
                         local.sub_(as_sent, alpha=1 - local_weight)  # the rounding error stays in full
                         for weight, part in weighted:
                             local.add_(part, alpha=weight)
                     else:
-                        total = local_weight
-                        for weight, part in weighted:
-                            total += weight
-                            local.lerp_(part, weight / total)  # by differences: equal values stay the same to the bit
-                        if not math.isclose(total, 1):  # only columns of W add up to 1
-                            local.mul_(total)
-                    for target in parts[len(weighted) :]:  # the chunk of `add_to`, if any
-                        target.add_(local)
+                        average(local, local_weight, weighted)
 
-    def mix(self, tensors: Sequence[Tensor], step: int, add_to: Sequence[Tensor] = ()) -> None:
-        """Collective. Mix `tensors` with the neighbours of `step`, in place; blocking. See `finish`."""
-        self.start(tensors, step)
-        self.finish(tensors, add_to)
+    def mix(self, tensors: Sequence[Tensor], step: int) -> None:
+        """Collective. Mix `tensors` with the neighbours of `step`, in place; blocking."""
+        if self._in_place.suits(tensors):
+            self._in_place(tensors, [self._weights(rank, step) for rank in range(self._comm.size)])
+            n_to = len(self._peers(step)[1])
+            self._comm.trace.traffic.sent(n_to * sum(t.nbytes for t in tensors), n_to * len(tensors))
+        else:
+            self.start(tensors, step)
+            self.finish(tensors)
 
     def drop(self) -> None:
         """Collective. Wait for the exchange in flight, if any, and drop its result."""
@@ -125,6 +120,14 @@ class Mixing:
         if self._static is not None:
             self._static.close()
         self._context.close()
+
+    def _weights(self, rank: int, step: int) -> dict[int, float]:
+        """Return a rank's weights at `step` by source, its own among them."""
+        weights = self._topology.in_neighbours(rank, step)
+        if self._identity_weight:
+            weights = {peer: (1 - self._identity_weight) * weight for peer, weight in weights.items()}
+            weights[rank] += self._identity_weight
+        return weights
 
     def _peers(self, step: int) -> tuple[list[int], list[int]]:
         """Return the sources at `step`, in the order of their weights, and the destinations."""

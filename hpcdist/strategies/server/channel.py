@@ -247,7 +247,7 @@ class Client:
             with suppress(DeadlineError):
                 channel.header.wait(lambda _: not self.missing(), offset=channel.replies_at, deadline_s=CHECK_S)
             if self.missing():
-                # Not only parents: MPI reports a killed rank, but not an aggregator that ended because of it.
+                # Not only parents: an aggregator whose server has died ends a moment later.
                 channel.require_alive()
         if self.missing():
             channel.header.wait(

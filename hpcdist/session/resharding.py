@@ -50,7 +50,7 @@ class SavedWorld:
         return SavedState([self.rank(rank).under(*keys) for rank in ranks], self.stages, self.path)
 
     def is_same(self, session: Session, states: Mapping[str, tuple[Any, tuple[str, ...]]]) -> bool:
-        """Collective. Return whether each rank holds now the slices that the same rank saved.
+        """Collective. Return whether each rank has now the role and holds the slices that the same rank saved.
 
         Args:
             states: each optimiser, with the keys of its state.
@@ -76,9 +76,14 @@ class SavedWorld:
         return checkpoint.raise_on_all_ranks(session.comm, understood)
 
     def _has_same(self, session: Session, optimizer: Any, keys: tuple[str, ...]) -> bool:
-        """Return whether this rank's optimiser has the strategy and the slices that this rank saved."""
+        """Return whether this rank's optimiser has the strategy, the role and the slices that this rank saved."""
         saved, local = self.rank(session.comm.rank).under(*keys), capture(optimizer)
-        same = saved.at("about", "strategy") == local["about"]["strategy"]
+        about = local["about"]
+        same_role = (
+            saved.at("works", default=True) == local["works"]
+            and saved.at("about", "parents", default=about["parents"]) == about["parents"]  # old checkpoints lack them
+        )
+        same = same_role and saved.at("about", "strategy") == about["strategy"]
         return same and positions_of(saved.at) == positions_of(local.get)
 
     def module_state(self, replica: int, *keys: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class _PeriodWorker(Worker):
         self.done += 1
         self.gradients += len(local.staleness)
         self._time()
-        if self.done >= self.steps:
+        if self.done >= (self.steps if self._config.dynamic else self._config.period):
             waited_for = self._exchange()
             self._since_s = self.strategy.comm.now()
         return Outcome(self.replica.clock, event=local.event, waited_for=waited_for)

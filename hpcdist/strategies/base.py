@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -135,6 +135,7 @@ class Strategy(abc.ABC):
             """
 
     contract: Contract
+    parents: Sequence[int] = ()  # ranks to which this rank sends requests, as a server's worker does
 
     @classmethod
     def require_complete(cls, name: str) -> None:

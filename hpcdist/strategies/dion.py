@@ -139,8 +139,8 @@ class Dion(OwnStep):
 
     def _basis_of(self, item: Trained, total: Tensor) -> Tensor:
         """Return Q of a matrix `item`, transposed, in the type of `total`; at first the same random rows everywhere."""
-        if item.name not in self.basis:
-            row_count = max(1, round(self.config.fraction * min(total.shape)))
+        row_count = max(1, round(self.config.fraction * min(total.shape)))
+        if len(self.basis.get(item.name, ())) != row_count:  # also from a checkpoint with another fraction
             noise = np.random.Generator(np.random.SFC64(0)).random((row_count, total.shape[1])) - 0.5
             self.basis[item.name] = _normalised(torch.from_numpy(noise))
         return self.basis[item.name].to(total)

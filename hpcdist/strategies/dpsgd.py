@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -20,7 +21,7 @@ from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
-from hpcdist.strategies.common.state import State
+from hpcdist.strategies.common.state import State, copy_all
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.topology import Topology, make_topology
 
@@ -154,6 +155,9 @@ class CompressedMixing:
         # Wx̂: all ranks start with the same parameters
         self._public_mixed = state.sharded("mixed", tensors=mixed, start="parameters")
         state.custom("coders", self._coders, self._load_coders, lambda: None)
+        rows = [sorted(topology.in_neighbours(rank, 0).items()) for rank in range(comm.size)]
+        self._weights_hash = hashlib.sha256(repr(rows).encode()).hexdigest()  # of W
+        self.mixed_by = state.value("mixed_by", self._weights_hash, self)  # hash of the weights in `_public_mixed`
         state.scratch([feedback.residual for feedback in self._feedbacks])  # of one message
         state.after_load(self._mix_copies)
         self._sends: list[Request] = []
@@ -214,8 +218,10 @@ class CompressedMixing:
             feedback.compressor.load_state_dict(state)
 
     def _mix_copies(self) -> None:
-        """Collective. Compute Wx̂ from the public copies if the checkpoint lacks it."""
-        if "mixed" not in self._state.loaded:
+        """Collective. Compute Wx̂ from the public copies if the checkpoint lacks it, or has it with other weights."""
+        if "mixed" not in self._state.loaded or self.mixed_by != self._weights_hash:
+            self.mixed_by = self._weights_hash
+            copy_all(self._public_mixed, self._public)
             mixing = Mixing(self._comm, self._topology, overlap=False)
             mixing.mix(self._public_mixed, 0)
             mixing.close()

@@ -100,8 +100,7 @@ class GossipPush(Gossip):
         """Average the local parameters, with weight `weight`, with all received messages."""
         for slot, count in enumerate(self._arrived()):
             if count > 0 and self._take(slot, count):
-                sums = [t.float() * count if t.dtype is torch.float16 else t for t in self._taken]
-                average_in(self.model.params, sums, count, weight)
+                average_in(self.model.params, [_sum(held, count) for held in self._taken], count, weight)
                 weight += count  # the local parameters are now a mean of this many
 
     def _arrived(self) -> list[int]:
@@ -135,11 +134,18 @@ class GossipPush(Gossip):
         counts = torch.zeros(self.comm.size - 1, dtype=torch.int64)
         for slot, count, sums in messages_of_slots:
             counts[slot] = count
-            for window, messages in zip(self._slots, sums, strict=True):
-                window.put(messages, self.comm.rank, slot * messages.numel())
+            for window, own, held in zip(self._slots, self._taken, sums, strict=True):
+                if held.dtype is not own.dtype:  # saved with another strategy.compression
+                    held = _sum(held, count).to(torch.float32) / (count if own.dtype is torch.float16 else 1)
+                window.put(held.to(own.dtype), self.comm.rank, slot * held.numel())
         self._counts.put(counts, self.comm.rank)
 
     def reset_from_model(self) -> None:
         self.comm.barrier()
         self._fill_slots([])
         self.comm.barrier()  # no rank may push before the slots are filled
+
+
+def _sum(held: Tensor, count: int) -> Tensor:
+    """Return the sum of `count` messages from what a slot holds: their mean in float16, else the sum."""
+    return held.float() * count if held.dtype is torch.float16 else held

@@ -104,7 +104,7 @@ class SPARTA(Strategy):
         """Replace the elements sent in `step` by their mean; with `shift` add this rank's changes since then."""
         self._complete(step)
         part, in_flight = self._parts.pop(step), self._parts.values()
-        keeps = self.config.delay > 0 and self.config.merge == "shift"
+        keeps = step < self.steps and self.config.merge == "shift"
         for number, (flat, index, mean) in enumerate(zip(self.model.params, part.indices, part.values, strict=True)):
             if not keeps:
                 flat[index] = mean
@@ -141,12 +141,12 @@ class SPARTA(Strategy):
         return [order[len(order) * part // slices : len(order) * (part + 1) // slices] for order in self._orders]
 
     def _save_parts(self) -> list[list[Any]]:
-        return [[step, list(part.sent), part.values] for step, part in self._parts.items()]
+        return [[step, list(part.sent), part.values, part.indices] for step, part in self._parts.items()]
 
     def _load_parts(self, saved: list[list[Any]]) -> None:
         self._parts.clear()
-        for step, sent, values in saved:
-            self._parts[step] = Part(self._indices(step), list(sent), list(values), Work())
+        for step, sent, values, *indices in saved:  # old checkpoints lack indices
+            self._parts[step] = Part(indices[0] if indices else self._indices(step), list(sent), list(values), Work())
 
     def reset_from_model(self) -> None:
         self._complete()

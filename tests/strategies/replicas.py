@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual import Network
 from hpcdist.model.flat import FlatModel
+from hpcdist.records import Summary
 from hpcdist.strategies.common.state import copy_all
 from strategies import problem
 from train import tiny
@@ -58,6 +60,17 @@ def go(strategy, local, steps: range) -> tuple[list[Tensor], list]:
         after=lambda step: values.append(strategy.model.params[0].clone()), pauses=False,
     )  # fmt: skip
     return values, records
+
+
+def taken_up(comm: Communicator, name: str, options: dict, steps: int, then: dict, optimizer: str = "sgd"):
+    """Collective. A strategy after some steps, its optimiser, and another with other options, from its state."""
+    strategy, local = make(comm, name, options, optimizer)
+    go(strategy, local, range(steps))
+    saved = deepcopy(strategy.state.save())
+    again, local_again = make(comm, name, {**options, **then}, optimizer)
+    copy_all(again.model.params, strategy.model.params)
+    again.state.load(saved)
+    return strategy, local, again, local_again
 
 
 def stay(strategy, local) -> None:
@@ -109,16 +122,24 @@ def _goes_on(comm, name, options, optimizer, saved: HeldRank, values: list[Tenso
 
 def same_when_resumed(comm: Communicator, folder: Path, name: str, options: Sequence[str], at: int) -> bool:
     """Collective. Whether a job resumed from the checkpoint of step `at` ends on the same bits."""
+    whole, again = resumed(comm, folder, name, options, at)
+    return whole.sha256 == again.sha256
+
+
+def resumed(
+    comm: Communicator, folder: Path, name: str, options: Sequence[str], at: int, then: Sequence[str] = ()
+) -> list[Summary]:
+    """Collective. A job, and a job resumed from its checkpoint of step `at`, with options `then` as well."""
     ring = ["strategy.algorithm=ring"] if "algorithm" in strategies.load(name).Config.model_fields else []
-    settings = [f"strategy={name}", *ring, *(f"strategy.{option}" for option in options)]
+    sgd = ("optimizer.name=SGD", "optimizer.lr=0.05") if problem.suited(name, None) is torch.optim.SGD else ()
+    saving = (*sgd, "epochs=2", "batch_size=16", f"checkpoint.every_steps={at}", "checkpoint.keep=100")
 
-    def run(to: Path, path: Path | None = None) -> str:
-        sgd = ("optimizer.name=SGD", "optimizer.lr=0.05") if problem.suited(name, None) is torch.optim.SGD else ()
-        saving = (*sgd, "epochs=2", "batch_size=16", f"checkpoint.every_steps={at}", "checkpoint.keep=100")
-        return tiny.run(comm, to, *settings, *saving, resume=path)[0].sha256
+    def run(to: Path, path: Path | None = None, more: Sequence[str] = ()) -> Summary:
+        settings = [f"strategy={name}", *ring, *(f"strategy.{option}" for option in (*options, *more))]
+        return tiny.run(comm, to, *settings, *saving, resume=path)[0]
 
-    whole = run(folder / "whole")
-    return whole == run(folder / "again", folder / "whole" / "run" / "checkpoints" / f"step-{at:08d}")
+    first = run(folder / "whole")
+    return [first, run(folder / "again", folder / "whole" / "run" / "checkpoints" / f"step-{at:08d}", then)]
 
 
 class ByHand:

@@ -224,3 +224,21 @@ def test_the_state_includes_what_has_arrived(ranks):
         return found
 
     assert ranks(body)[1] == [(2 * 1.0 + 0.0 + 5.0) / (2 + 2), 1.0]
+
+
+@each("precisions", [("none", "fp16"), ("fp16", "none"), ("bf16", "fp16"), ("fp16", "bf16")])
+def test_messages_are_taken_up_in_another_precision(precisions):
+    """Rank 1 is saved with messages 0 and 5, which all types represent."""
+
+    def body(comm):
+        before, after = (_make(comm, compression=precision) for precision in precisions)
+        if comm.rank == 0:
+            _step(before, 1)
+            before.model.params[0].fill_(5.0)
+            _step(before, 1)
+        comm.barrier()
+        after.model.params[0].copy_(before.model.params[0])
+        after.state.load(before.state.save())
+        return _step(after, comm.rank)[0].item()
+
+    assert run_virtual(body, 2)[1] == (2 * 1.0 + 0.0 + 5.0) / (2 + 2)

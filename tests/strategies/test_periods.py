@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from harness import worlds
 from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.common.state import copy_all
 from strategies import problem, replicas
 
 pytestmark = pytest.mark.computes
@@ -164,14 +161,10 @@ def test_an_exchange_in_flight_is_dropped_where_only_one_of_two_runs_overlaps(ov
     """x stays, and the next exchange has all that the rank has done since."""
 
     def body(comm):
-        strategy, local = replicas.make(comm, "local_sgd", {"period": 3, "overlap": overlap}, "sgd")
-        replicas.go(strategy, local, range(3))
-        params, saved = [flat.clone() for flat in strategy.model.params], deepcopy(strategy.state.save())
-        again, local = replicas.make(comm, "local_sgd", {"period": 3, "overlap": not overlap}, "sgd")
-        copy_all(again.model.params, params)
-        again.state.load(saved)
-        assert (saved["under_way"], again.in_flight) == ([[0, 3, [0, 1, 2, 3]]] if overlap else [], {})
-        assert torch.equal(again.common[0], saved["common"][0])
+        options = {"period": 3, "overlap": overlap}
+        strategy, _, again, local = replicas.taken_up(comm, "local_sgd", options, 3, {"overlap": not overlap})
+        assert (strategy.in_flight, again.in_flight) == ({0: 3} if overlap else {}, {})
+        assert torch.equal(again.common[0], strategy.common[0])
         return replicas.go(again, local, range(3, 6 + (not overlap)))[0][-1]
 
     one, other = run_virtual(body, 2)

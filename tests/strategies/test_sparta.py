@@ -203,3 +203,23 @@ def test_under_a_slow_momentum_its_bytes_count_too(ranks):
         assert both == [one + other for one, other in zip(of_parts, of_periods, strict=True)] and min(both) > 0
 
     ranks(body)
+
+
+@each("then", [{"seed": 1}, {"share": 0.125}, {"delay": 0}])
+@each("merge", ["shift", "plain"])
+def test_with_other_options_a_loaded_part_is_merged_with_the_same_result(merge, then):
+    """It has the elements that were sent, and not those that the options now select in that step."""
+
+    def body(comm):
+        options = {**STILL, "selection": "shuffled", "delay": 2, "merge": merge}
+        strategy, local, again, local_again = replicas.taken_up(comm, NAME, options, 4, then)
+        sent, indices = 2, strategy._select(2)[0]
+        assert sent in again._parts
+        values = [
+            replicas.go(which, optimizer, range(4, 5))[0][-1]
+            for which, optimizer in ((strategy, local), (again, local_again))
+        ]
+        return [tensor[indices] for tensor in values]
+
+    for expected, found in run_virtual(body, 2):
+        assert torch.equal(expected, found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from harness.cases import each
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.common.state import copy_all
 from hpcdist.strategies.synchronous.fragments import split_layers
 from strategies import problem, replicas
 
@@ -252,39 +250,22 @@ def test_a_fragment_in_flight_is_dropped_where_what_was_sent_is_not_saved(merge)
     """A run that blends does not keep it. x stays, and the next exchange has all that the rank has done."""
 
     def body(comm):
-        options = {"period": 4, "delay": 2, "fragment_layers": None}
-        strategy, local = replicas.make(comm, NAME, {**options, "merge": "blend"}, "sgd")
-        replicas.go(strategy, local, range(5))
-        params, saved = [flat.clone() for flat in strategy.model.params], deepcopy(strategy.state.save())
-        again, local = replicas.make(comm, NAME, {"period": 4, "fragment_layers": None, "merge": merge}, "sgd")
-        copy_all(again.model.params, params)
-        again.state.load(saved)
-        assert saved["under_way"] == [[0, 4, [0, 1, 2, 3]]] and not again.in_flight
-        (x,) = again.common
-        assert torch.equal(x, saved["common"][0])
+        options = {"period": 4, "delay": 2, "fragment_layers": None, "merge": "blend"}
+        strategy, _, again, local = replicas.taken_up(comm, NAME, options, 5, {"delay": 1, "merge": merge})
+        assert (strategy.in_flight, again.in_flight) == ({0: 4}, {})
+        (x,), (saved,) = again.common, strategy.common
+        assert torch.equal(x, saved)
         replicas.go(again, local, range(5, 12))
-        return again.model.params[0].isfinite().all().item() and not torch.equal(x, saved["common"][0])
+        return again.model.params[0].isfinite().all().item() and not torch.equal(x, saved)
 
     assert run_virtual(body, 2) == [True, True]
-
-
-def taken_up(comm, options: dict, steps: int, then: dict):
-    """Collective. A strategy after some steps, its optimiser, and the same with other options from its state."""
-    options = {"period": 4, **options}
-    strategy, local = replicas.make(comm, NAME, options, "sgd")
-    replicas.go(strategy, local, range(steps))
-    saved = deepcopy(strategy.state.save())
-    again, local_again = replicas.make(comm, NAME, {**options, **then}, "sgd")
-    copy_all(again.model.params, strategy.model.params)
-    again.state.load(saved)
-    return strategy, local, again, local_again
 
 
 @each("merge", ["blend", "shift"])
 def test_in_other_fragments_a_loaded_exchange_is_merged_with_the_same_result(merge):
     def body(comm):
-        options = {"merge": merge, "delay": 2, "fragment_layers": None}
-        strategy, local, again, local_again = taken_up(comm, options, 5, {"fragment_layers": 1})
+        options = {"period": 4, "merge": merge, "delay": 2, "fragment_layers": None}
+        strategy, local, again, local_again = replicas.taken_up(comm, NAME, options, 5, {"fragment_layers": 1})
         assert (strategy.in_flight, again.in_flight) == ({0: 4}, {0: 4, 1: 4})
         params, expected = (
             replicas.go(which, optimizer, range(5, 6))[0][-1]
@@ -297,8 +278,8 @@ def test_in_other_fragments_a_loaded_exchange_is_merged_with_the_same_result(mer
 
 def test_a_loaded_exchange_of_a_part_of_a_fragment_is_dropped():
     def body(comm):
-        options = {"delay": 2, "fragment_layers": 1}
-        strategy, _, again, local = taken_up(comm, options, 5, {"fragment_layers": None})
+        options = {"period": 4, "delay": 2, "fragment_layers": 1}
+        strategy, _, again, local = replicas.taken_up(comm, NAME, options, 5, {"fragment_layers": None})
         assert (strategy.in_flight, again.in_flight) == ({1: 4}, {})
         assert torch.equal(again.common[0], strategy.common[0])
         replicas.go(again, local, range(5, 10))
@@ -311,9 +292,10 @@ def test_a_loaded_exchange_of_a_part_of_a_fragment_is_dropped():
 @each("merge", ["delayed", "eager"])
 def test_it_is_refused_where_the_rank_does_not_have_its_own_change_any_more(merge):
     def body(comm):
+        options = {"period": 4, "merge": merge, "fragment_layers": 1}
         with pytest.raises(CheckpointError, match=r"fragment_layers and strategy.order must be those of the check"):
-            taken_up(comm, {"merge": merge, "fragment_layers": 1}, 3, {"fragment_layers": None})
-        *_, again, _ = taken_up(comm, {"merge": merge, "fragment_layers": 1}, 5, {"fragment_layers": None})
+            replicas.taken_up(comm, NAME, options, 3, {"fragment_layers": None})
+        *_, again, _ = replicas.taken_up(comm, NAME, options, 5, {"fragment_layers": None})
         return again.in_flight
 
     assert run_virtual(body, 2) == [{0: 2}, {0: 2}]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from harness.cases import each
+from hpcdist.comm.virtual import run_virtual
 from hpcdist.config.settings import Named
 from strategies import replicas
 
@@ -82,3 +84,69 @@ def test_a_resumed_job_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_p
         return replicas.same_when_resumed(comm, shared_tmp_path, name, options, at)
 
     assert all(ranks(body, network=replicas.PAIRS))
+
+
+# --- with other options -----------------------------------------------------------------------------------------------
+CODED = [
+    ("allreduce", {}, "sgd"), ("local_sgd", {"period": 2}, "sgd"), ("dpsgd", {"consensus_rate": 0.2}, "sgd"),
+    ("streaming_diloco", {"period": 2}, "sgd"), ("onebit_adam", {"warmup_steps": 3}, "adam"),
+    ("zero_one_adam", {"variance_steps": 3}, "adam"),
+]  # fmt: skip
+
+
+@each("case", CODED)
+@each("compressors", [("topk", "qsgd"), ("onebit", "powersgd"), ("qsgd", "topk"), ("powersgd", "threshold")])
+def test_a_run_goes_on_with_another_compressor(case, compressors):
+    (name, options, optimizer), (before, after) = case, compressors
+
+    def body(comm):
+        made = replicas.taken_up(comm, name, {**options, "compression": before}, 5, {"compression": after}, optimizer)
+        *_, again, local = made
+        return replicas.go(again, local, range(5, 9))[0][-1]
+
+    assert all(params.isfinite().all() for params in run_virtual(body, 4))
+
+
+def test_compressed_averaging_goes_on_in_another_graph():
+    """The ranks meet: what the neighbours have sent before is weighted as the new graph has it."""
+
+    def body(comm):
+        options = {"compression": {"name": "topk", "ratio": 0.5}, "consensus_rate": 0.4, "overlap": False}
+        *_, again, local = replicas.taken_up(comm, "dpsgd", options, 5, {"topology": "complete"})
+        for group in local.param_groups:
+            group["lr"] = 0.0
+        return [again.model.params[0].clone(), *replicas.go(again, local, range(5, 65))[0]]
+
+    found = torch.stack([torch.stack(of_rank) for of_rank in run_virtual(body, 4)])
+    mean = found[:, 0].mean(dim=0)
+    assert (found[:, 0] - mean).abs().max() > 0.01
+    torch.testing.assert_close(found[:, -1], mean.expand(4, -1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", [("2", "none", 7 * 48), ("none", "2", 359 + 2 * 80), ("2", "3", 7 * 48)], ids=str)
+def test_a_tree_of_aggregators_goes_on_with_another_fan_in(tmp_path, case):
+    """A worker that was an aggregator has the learning rate of the others; the samples before are not seen again."""
+    before, after = (f"fan_in={value}" for value in case[:2])
+
+    def body(comm):
+        return replicas.resumed(comm, tmp_path, "hardsync", (before, *COMPRESSED), 7, (after,))
+
+    whole, again = run_virtual(body, 6)[0]
+    assert whole.samples - again.samples == case[2] and again.metrics["accuracy"] > 0.3
+
+
+def test_a_longer_period_holds_from_the_checkpoint_on(tmp_path):
+    def body(comm):
+        return replicas.resumed(comm, tmp_path, "async_diloco", ("period=1",), 6, ("period=1000",))
+
+    whole, again = run_virtual(body, 3)[0]
+    assert again.bytes_per_step < 0.6 * whole.bytes_per_step
+
+
+def test_dion_goes_on_with_the_rank_of_another_fraction():
+    def body(comm):
+        strategy, _, again, local = replicas.taken_up(comm, "dion", {"fraction": 1.0}, 3, {"fraction": 0.5})
+        replicas.go(again, local, range(3, 6))
+        return [[len(basis) for basis in each.basis.values()] for each in (strategy, again)]
+
+    assert run_virtual(body, 2)[0] == [[6, 2], [3, 1]]

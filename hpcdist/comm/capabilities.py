@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,11 @@ def number_nodes(nodes: Iterable[Any]) -> tuple[int, ...]:
     """Replace each node name by an index: 0 for the first distinct name, 1 for the second..."""
     index: dict[Any, int] = {}
     return tuple(index.setdefault(node, len(index)) for node in nodes)
+
+
+@lru_cache(maxsize=8)  # one object for all virtual ranks: with a separate one each, memory would grow with their square
+def _everyone(size: int) -> tuple[int, ...]:
+    return tuple(range(size))
 
 
 class RankMemory(abc.ABC):
@@ -142,7 +148,7 @@ class Failures:
     collective: AbstractContextManager[None] = _NOTHING
 
     def __init__(self, size: int, deadline_s: float):
-        self.alive, self.deadline_s = tuple(range(size)), deadline_s
+        self.alive, self.deadline_s = _everyone(size), deadline_s
 
     def failed(self) -> tuple[int, ...]:
         """Return the ranks known to have died. Never blocks; always empty if a death ends the job."""

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import h5py
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hpcdist.data.format import Column, damage, open_file, read_header
+from hpcdist.data.format import Column, Header, damage, open_file, read_header
 from hpcdist.data.loader import Samples
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import open_regular
@@ -81,14 +82,17 @@ class HDF5Dataset(Dataset, AbstractContextManager):
         self._x: MappedRows | StoredRows | None = None
         self._y: MappedRows | StoredRows | None = None
         self._identity = _identity(self.path)
-        file = open_file(self.path, **self._open_options)
-        try:
-            self._header = header = read_header(file, split)
-            if self.parallel:
+        if self.parallel:
+            file = open_file(self.path, **self._open_options)
+            try:
+                self._header = read_header(file, split)
                 self._attach(file)
-        finally:
-            if self._file is None:  # it remains open only for parallel HDF5
-                file.close()
+            finally:
+                if self._file is None:
+                    file.close()
+        else:
+            self._header = _header(self.path, split, self._identity, locking)
+        header = self._header
         self.task, self.source, self.classes, self.notes = header.task, header.source, header.classes, header.notes
         self.x_shape, self.y_shape = header.x.shape, header.y.shape
         self.x_dtype, self.y_dtype = _torch_dtype(header.x.dtype), _torch_dtype(header.y.dtype)
@@ -207,20 +211,34 @@ class HDF5Dataset(Dataset, AbstractContextManager):
         """Return a reader of x or y: from a memory map, or through HDF5."""
         if not self._is_mapped(column):
             return StoredRows(column, self._file, self._cache_bytes)
-        with open_regular(self.path) as file:
-            try:
-                return MappedRows(column, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.path)
-            except OSError as error:
-                raise DataError(
-                    f"{self.path} must fit into this process's address space to be mapped; got {file.seek(0, 2)} bytes "
-                    f"({error.strerror}). Raise the limit (ulimit -v), or pass memory_map=False."
-                ) from None
+        memory = _maps.get((self.path, self._identity))
+        if memory is None:
+            with open_regular(self.path) as file:
+                try:
+                    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                except OSError as error:
+                    raise DataError(
+                        f"{self.path} must fit into this process's address space to be mapped; got {file.seek(0, 2)} "
+                        f"bytes ({error.strerror}). Raise the limit (ulimit -v), or pass memory_map=False."
+                    ) from None
+            _maps[self.path, self._identity] = memory
+        return MappedRows(column, memory, self.path)
 
     def _is_mapped(self, column: Column) -> bool:
         return self._memory_map and column.offset is not None
 
 
-@lru_cache(maxsize=64)  # virtual ranks share a process
+# Virtual ranks share a process, so maps, headers and checksums are kept by path and version of the file.
+_maps: WeakValueDictionary[object, mmap.mmap] = WeakValueDictionary()  # a map is closed with its last user
+
+
+@lru_cache(maxsize=64)
+def _header(path: Path, split: str, identity: object, locking: bool | str | None) -> Header:
+    with open_file(path, locking=locking) as file:
+        return read_header(file, split)
+
+
+@lru_cache(maxsize=64)
 def _checksum(path: Path, split: str, identity: object, memory_map: bool, locking: bool | str | None) -> str:
     """See `HDF5Dataset.checksum`; `identity` only distinguishes versions of the file in the cache."""
     with HDF5Dataset(path, split, memory_map=memory_map, locking=locking) as dataset:

@@ -39,6 +39,7 @@ class FlatBuffers:
         slots = {id(slot.tensor): slot for slot in self.slots}
         # (full name, owner, attribute, slot); a buffer registered under several names has several entries, one slot.
         self._entries = [(name, owner, key, slots[id(t)]) for name, owner, key, t in _entries_of(module)]
+        self._synced: list[tuple[object, ...]] = []  # `_stamp` of the entries in flat memory
 
     def tensors(self) -> list[Tensor]:
         """Return the module's current buffers, each once; they may be outside of flat memory."""
@@ -52,6 +53,8 @@ class FlatBuffers:
         changes, or it is added or removed, it becomes local to this rank: other ranks' batches may have other lengths.
         """
         entries = list(_entries_of(self._module))
+        if [_stamp(name, owner, tensor) for name, owner, _, tensor in entries] == self._synced:
+            return self._flats
         tensors = {name: tensor for name, *_, tensor in entries}
         for name, owner, key, slot in list(self._entries):
             tensor = tensors.get(name)
@@ -118,6 +121,7 @@ class FlatBuffers:
         for _, owner, key, slot in self._entries:
             if getattr(owner, key, None) is not slot.tensor:
                 setattr(owner, key, slot.tensor)
+        self._synced = [_stamp(name, owner, slot.tensor) for name, owner, _, slot in self._entries]
 
 
 def _kinds(module: nn.Module, requested: Mapping[str, str]) -> dict[str, str]:
@@ -147,5 +151,11 @@ def _is_cache(owner: nn.Module, key: str) -> bool:
 def _entries_of(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield (full name, owner, attribute, tensor) of every buffer; a tensor registered twice has two entries."""
     for prefix, owner in module.named_modules():
-        for key, tensor in owner.named_buffers(prefix, recurse=False, remove_duplicate=False):
-            yield key, owner, key.removeprefix(f"{prefix}."), tensor
+        for key, tensor in owner._buffers.items():
+            if tensor is not None:
+                yield f"{prefix}.{key}" if prefix else key, owner, key, tensor
+
+
+def _stamp(name: str, owner: nn.Module, tensor: Tensor) -> tuple[object, ...]:
+    """Return values that differ once a buffer is renamed, replaced, moved or cut."""
+    return name, id(owner), id(tensor), tensor.data_ptr(), tensor.shape

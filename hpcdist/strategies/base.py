@@ -254,9 +254,8 @@ class Strategy(abc.ABC):
             RankFailedError: the run cannot continue without a rank that failed, see `Config.needed`.
         """
         self.comm.failures.shrink()
-        everyone, size = self.contract.deaths == "end all", self.comm.size
-        needed = range(size) if everyone else self.config.needed(size)
-        for rank in set(needed) & set(self.comm.failures.lost):
+        everyone = self.contract.deaths == "end all"
+        for rank in (r for r in self.comm.failures.lost if everyone or r in self.config.needed(self.comm.size)):
             raise RankFailedError(
                 f"rank {rank} has died, and the others can't continue without it. Resume from the last checkpoint."
             )

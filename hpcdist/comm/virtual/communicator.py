@@ -36,7 +36,7 @@ class VirtualCommunicator(Communicator):
         self.rank, self.size = rank, len(group.members)
         self._group, self._cluster = group, group.cluster
         self.nodes = group.nodes
-        self.platform = Platform("virtual ranks", tuple(group.members), self._cluster.description)
+        self.platform = Platform("virtual ranks", group.members, self._cluster.description)
         self.trace = Trace(traffic)
         self.failures = Failures(self.size, deadline_s)
         self._member = Member(group, rank, self.failures, self.trace.traffic)

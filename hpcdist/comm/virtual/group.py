@@ -112,7 +112,7 @@ class Group:
     """
 
     def __init__(self, cluster: Cluster, members: list[int]):
-        self.cluster, self.members = cluster, members
+        self.cluster, self.members = cluster, tuple(members)
         ranks = [cluster.clock.ranks[member] for member in members]
         self.gathering = Gathering(cluster.clock, ranks)
         self.arrivals = [Arrivals(rank.rank, cluster.clock) for rank in ranks]

@@ -1,9 +1,10 @@
 """Random state of the virtual cluster: every virtual rank has a separate one, as a process would.
 
 That is torch's default generator (CPU), numpy's legacy generator and Python's `random`. They are swapped whenever
-another rank continues. `random.getstate()` takes 9 µs and numpy's 35, so they are called only if the memory of the
-generator has changed; and each rank has a separate generator object in numpy, which is swapped as a whole. That memory
-(numpy publishes its address; Python's follows the header of `random`'s object) is only compared, as bytes.
+another rank continues. `random.getstate()` takes 9 µs, `setstate` 5, and its tuple 25 kB, so the memory of `random`'s
+object (it follows the object's header) is copied as bytes. In numpy each rank has a separate generator object, which is
+swapped as a whole. numpy's state takes 35 µs: it is read only if the generator's memory, whose address numpy publishes,
+has changed.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class RandomState:
         sequence = np.random.SeedSequence(seed, spawn_key=(rank, 0))
         torch_seed, python_seed = (int(word) for word in sequence.generate_state(2, np.uint64))
         self._torch = torch.Generator().manual_seed(torch_seed).get_state()
-        self._python = random.Random(python_seed).getstate()
-        self._python_seen: tuple[bytes, float | None] = b"", None  # memory, and a spare normal number
+        python = random.Random(python_seed)
+        self._python = ctypes.string_at(id(python) + object.__basicsize__, _PYTHON_BYTES)
+        self._python_gauss: float | None = None  # a spare normal number
         self._own = np.random.MT19937(sequence)
         self._numpy: np.random.BitGenerator = self._own
         self._address = self._own.ctypes.state_address
@@ -44,17 +46,16 @@ class RandomState:
     def load(self) -> None:
         """Set the process's random state to this one."""
         torch.default_generator.set_state(self._torch)
-        random.setstate(self._python)
+        ctypes.memmove(_PYTHON_ADDRESS, self._python, _PYTHON_BYTES)
+        _python.gauss_next = self._python_gauss
         _set_bit_generator(self._numpy)  # drops numpy's spare normal number
         if self._gauss is not None:
             np.random.set_state(self._gauss)
 
     def save(self) -> None:
-        """Save the process's random state in this object: of numpy and `random` only if it has changed."""
+        """Save the process's random state in this object: that of numpy only if it has changed."""
         self._torch = torch.default_generator.get_state()
-        python_seen = ctypes.string_at(_PYTHON_ADDRESS, _PYTHON_BYTES), _python.gauss_next
-        if python_seen != self._python_seen:
-            self._python, self._python_seen = random.getstate(), python_seen
+        self._python, self._python_gauss = ctypes.string_at(_PYTHON_ADDRESS, _PYTHON_BYTES), _python.gauss_next
         self._numpy, numpy_memory = _get_bit_generator(), ctypes.string_at(self._address, _NUMPY_BYTES)
         # The generator object holds numpy's state, except for a spare normal number: numpy samples two at a time. There
         # may be one from before, one sampled since, or one of another generator that the rank has installed.

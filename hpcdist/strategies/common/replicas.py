@@ -103,7 +103,8 @@ def frozen_consensus(strategy: Any) -> list[Tensor] | None:
 
 
 def _workers(strategy: Any) -> list[int]:
-    return [rank for rank in strategy.config.workers(strategy.comm.size) if rank in strategy.comm.failures.alive]
+    lost = strategy.comm.failures.lost  # few: `in alive` would compare with every rank
+    return [rank for rank in strategy.config.workers(strategy.comm.size) if rank not in lost]
 
 
 def mean_over(comm: Communicator, tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
@@ -111,9 +112,10 @@ def mean_over(comm: Communicator, tensors: Sequence[Tensor], ranks: Sequence[int
     # Summed in float64, so that the mean of equal float32 replicas is the same float32 to the bit.
     means = []
     for tensor in tensors:
-        mean = tensor.clone()
-        for part in torch.split(mean, CHUNK) if mean.numel() and comm.size > 1 else ():
-            total = part.to(torch.complex128 if part.is_complex() else torch.float64)
+        mean = tensor.clone() if comm.size == 1 else torch.empty_like(tensor)
+        pairs = zip(torch.split(mean, CHUNK), torch.split(tensor, CHUNK), strict=True)
+        for part, values in pairs if mean.numel() and comm.size > 1 else ():
+            total = values.to(torch.complex128 if part.is_complex() else torch.float64, copy=True)
             if comm.rank not in ranks:
                 total.zero_()
             comm.allreduce(total)

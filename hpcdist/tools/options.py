@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +27,26 @@ Target = Annotated[
     str | None,
     Option(metavar="METRIC=VALUE", help="Result to reach, such as accuracy=0.97. The time until then is shown."),
 ]
+
+
+IN_PYTHON = {"set": "settings", "rate": "rates"}  # arguments with other names than their options
+OPTION = re.compile(  # not one in a command, or of a script
+    r"`[^`]*`|(?<!\w)'[^']*'|(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?![\w-]| \{)"
+)
+
+
+@contextmanager
+def named_as_arguments() -> Iterator[None]:
+    """Let messages of a ConfigError name arguments of a Python function, `budget`, instead of options, `--budget`."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (OPTION.sub(_argument, str(error)),)
+        raise
+
+
+def _argument(option: re.Match[str]) -> str:
+    return option[0] if option[1] is None else IN_PYTHON.get(option[1], option[1].replace("-", "_"))
 
 
 def read_number(option: str, form: str, example: str, text: str) -> tuple[str, float]:

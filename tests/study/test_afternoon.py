@@ -209,6 +209,16 @@ def test_tables_for_latex(command):
     assert both in command("report", "runs", "--latex", "--csv")[2]
 
 
+def test_a_caption_has_optimisers_rates_and_batches(command, tmp_path):
+    for number, rate in enumerate((0.1, 0.01)):
+        evidence.write_run(folder := tmp_path / str(number), batch=20 + number)
+        run = json.loads((folder / "run.json").read_text())
+        run["settings"]["optimizer"] = {"name": "SGD", "lr": rate}
+        (folder / "run.json").write_text(json.dumps(run))
+    said = "Optimiser: SGD; learning rate: 0.01 and 0.1; samples of a worker's step: 20 and 21.}"
+    assert said in command("report", str(tmp_path), "--latex")[1]
+
+
 @pytest.mark.skipif(ENGINE is None, reason="there is no pdflatex: apt-get install texlive-latex-recommended")
 def test_latex_takes_the_tables(command, tmp_path):
     tables = command("report", "runs", "--latex")[1]

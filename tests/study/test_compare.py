@@ -361,6 +361,9 @@ WHOLE = "--ranks must be whole numbers above 0, with commas between them; got "
         ("compare", [JOB, "--ranks", "0"], f"{WHOLE}'0'"),
         ("compare", [JOB, "--target", "0.97"], "--target must be METRIC=VALUE; got '0.97'"),
         ("compare", [JOB, "--target", "accuracy"], "got 'accuracy'. Write it as accuracy=0.97."),
+        *((command, [JOB, *more, "--target", "accuracy=95"],
+           "--target of accuracy must be a share from 0 to 1; got 95. Write 95 %")
+          for command, more in (("compare", ()), ("simulate", ()), ("sweep", ("--over", "batch_size=8,16")))),
         ("compare", [JOB, "--rate", "allreduce"], "--rate must be STRATEGY=RATE; got 'allreduce'. Write"),
         ("compare", [JOB, "--budget", "samples=0"], "--budget must be samples=N"),
         ("compare", ["nosuch.py"], "job must be a Python file; got nosuch.py, which does not exist"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist as hd
+from harness.cases import each
 from hpcdist.errors import ConfigError
 from hpcdist.tools.compare import functions
 from study.pretended import PretendedRuns
@@ -25,7 +26,7 @@ def test_a_simulation_is_a_table_its_runs_figures_and_a_page(tmp_path, monkeypat
     assert repr(found).startswith("ComparedRuns in runs/simulate-tiny\n") and "gossip_pull" in repr(found)
     assert found.figures and "<table" in found._repr_html_() and found.verdict
     assert found.report("page") == Path("page/index.html") and "gossip_pull" in Path("page/index.html").read_text()
-    few = "With 1 seed differences in results can't be told from noise; that takes --seeds 3 or more"
+    few = "With 1 seed differences in results can't be told from noise; that takes 3 seeds or more"
     assert few in capsys.readouterr().err
     hd.simulate(TINY, ["allreduce", "gossip_pull"], **asked)
     assert "2 of 2 runs are there already" in capsys.readouterr().err
@@ -55,6 +56,24 @@ def test_arguments_are_named_as_in_python(tmp_path, monkeypatch):
     assert hd.simulate(TINY, "allreduce", **one).experiment.ranks == (2,)
     with pytest.raises(ConfigError, match="arguments must be one of .*; got 'rank'. Did you mean 'ranks'?"):
         hd.simulate(TINY, ["allreduce"], rank=[2])
+
+
+@each(
+    "case",
+    [
+        (hd.compare, {"target": ("accuracy", 95)}, "target of accuracy must be a share from 0 to 1; got 95."),
+        (hd.simulate, {"budget": "samples"}, "budget must be samples=N"),
+        (hd.compare, {"rates": "0.1"}, "rates must be STRATEGY=RATE"),
+        (hd.compare, {"settings": ["a"]}, "settings must be key=value"),
+        (hd.compare, {"slurm_set": ["time_min=3"]}, "slurm must be given with slurm_set; got none. Such as slurm gen"),
+        (hd.compare, {"launcher": "no-such", "output": "new"}, "launcher must start .*: launcher 'srun --mpi=pmix -n'"),
+    ],
+)  # fmt: skip
+def test_messages_name_arguments_and_not_options(tmp_path, monkeypatch, case):
+    function, options, message = case
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        function(TINY, **options)
 
 
 def test_a_job_that_is_no_file_is_refused():

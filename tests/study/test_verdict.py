@@ -226,6 +226,20 @@ def test_a_run_that_groups_share_counts_once_and_is_chosen_for_its_own_group(tmp
     assert chosen("comparison=a") == [("allreduce", 1), ("softsync", 1), ("allreduce", 2), ("softsync", 2)]
 
 
+def test_serial_controls_stay_beside_the_runs_that_are_chosen(tmp_path, capsys):
+    controls = [{**SERIAL, "name": "serial", "seed": seed} for seed in (0, 1, 2)]
+    chosen = [{"name": "softsync", "strategy": "softsync", "seed": seed} for seed in (0, 1)]
+    evidence.write_comparison(tmp_path, [*kind("allreduce", THREE), *chosen, *controls])
+    for condition, names in (
+        ("strategy=softsync", {"serial": 2, "softsync": 2}),
+        ("strategy=allreduce", {"serial": 3, "allreduce": 3}),
+        ("ranks=2", {"serial": 3, "allreduce": 3, "softsync": 2}),
+    ):
+        assert cli._run(["report", str(tmp_path), "--where", condition, "--json"], True) == 0
+        rows = json.loads(capsys.readouterr().out)[0]["rows"]
+        assert {row["name"]: row["runs"] for row in rows} == names
+
+
 def test_a_target_in_percent_is_refused_where_the_metric_is_a_share(tmp_path, capsys):
     evidence.write_run(tmp_path / "a")
     assert cli._run(["report", str(tmp_path), "--target", "accuracy=95"], True) == 1

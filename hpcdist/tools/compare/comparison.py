@@ -114,7 +114,7 @@ class ComparedRuns(ExperimentRuns):
         self.write()
         if (seeds := self.experiment.seeds) < MIN_SEEDS:
             warning = f"With {count(seeds, 'seed')} differences in results can't be told from noise"
-            console.note(f"{warning}; that takes --seeds {MIN_SEEDS} or more")
+            console.note(f"{warning}; that takes {MIN_SEEDS} seeds or more")
         if self.experiment.tune:
             self.tune(runner)
         remaining = missing(self.plan, self.folder)

@@ -155,6 +155,7 @@ class Experiment:
         from hpcdist.config.merge import as_flags, load
         from hpcdist.records.files import checked
         from hpcdist.tools.compare.script import read_job
+        from hpcdist.tools.report.results import refuse_percent
         from hpcdist.train import load_job
 
         hints = get_type_hints(cls, include_extras=True)
@@ -171,10 +172,13 @@ class Experiment:
                 value = options[name]  # from Python: also a text or a number, for a list of one
                 options[name] = reader.read([value] if isinstance(value, str | int) else value)
         target = read_target(target) if isinstance(target, str) else target
+        metrics = load_job(file).metrics if script_arguments is None else {}
         if target is not None:
             metric, value = target
+            if metric in metrics:
+                refuse_percent(metric, value, [metrics[metric].finish(1.0)])
         else:
-            metric, value = next(iter(load_job(file).metrics), "loss") if script_arguments is None else "", None
+            metric, value = next(iter(metrics), "loss") if script_arguments is None else "", None
         experiment = cls(
             job=reference,
             arguments=script_arguments,

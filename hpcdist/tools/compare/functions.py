@@ -21,6 +21,7 @@ from hpcdist.tools.compare.experiment import Comparison, Execution, Sweep
 from hpcdist.tools.compare.launchers import mpi_launcher, share_cores
 from hpcdist.tools.compare.run_all import ExperimentRuns, run_all
 from hpcdist.tools.compare.sweep import SweptRuns
+from hpcdist.tools.options import named_as_arguments
 from hpcdist.tools.simulate.cluster import read_cluster
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
 from hpcdist.tools.simulate.step_time import on_cluster
@@ -29,6 +30,7 @@ from hpcdist.tools.slurm import arrays
 NOUNS = {"compare": "comparison", "simulate": "simulation", "sweep": "sweep"}
 
 
+@named_as_arguments()
 def compare(
     job: str | Path | Callable[..., Any],
     strategies: Sequence[str] = ("allreduce",),
@@ -61,6 +63,7 @@ def compare(
     )
 
 
+@named_as_arguments()
 def simulate(
     job: str | Path | Callable[..., Any],
     strategies: Sequence[str] = ("allreduce",),
@@ -92,6 +95,7 @@ def simulate(
     return run("simulate", job, strategies=strategies, ranks=ranks, seeds=seeds, **where, **options)
 
 
+@named_as_arguments()
 def sweep(
     job: str | Path | Callable[..., Any],
     over: Mapping[str, str | Sequence[object]],

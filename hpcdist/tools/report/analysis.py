@@ -142,8 +142,8 @@ class RunGroup:
 
     @property
     def seconds(self) -> dict[Seed, float]:
-        """Return the times to compare: to the target (empty unless all runs reached it), or without one per sample."""
-        if self.job.target is None:
+        """Return the times to compare: to the target (empty unless all runs reached it); per sample if no run did."""
+        if not self.job.has_reached:
             return self.seconds_per_sample
         return self.seconds_to_target if self.all_reached else {}
 
@@ -329,7 +329,7 @@ def _contrast(group: RunGroup, reference: RunGroup) -> Contrast:
         speedup = ratio_of(reference.seconds, group.seconds)
         if max(speedup.high, 1 / speedup.low) - 1 < ROUNDING:  # equal
             speedup = replace(speedup, mean=1.0, low=1.0, high=1.0, p=1.0)
-    elif group.job.target is None:
+    elif not group.job.has_reached:
         why = "one of the groups has no finished run"
     else:
         why = "not every run reached the target"

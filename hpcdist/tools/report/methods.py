@@ -64,6 +64,21 @@ def methods(analysis: Analysis) -> str:
     return re.sub("[ \n]+", " ", text).strip()
 
 
+def optimizers_and_batches(analysis: Analysis) -> str:
+    """Write with which optimisers, learning rates and batches the runs trained; empty if they are not recorded."""
+    runs = [result.run for result in analysis.runs if result.run.ended]
+    settings = [run.settings.get("optimizer") or {} for run in runs]
+    batches = sorted({run.batch for run in runs if run.batch is not None})
+    parts = {
+        "optimiser": dict.fromkeys(str(s["name"]) for s in settings if "name" in s),
+        "learning rate": [
+            f"{rate:g}" for rate in sorted({s["lr"] for s in settings if isinstance(s.get("lr"), int | float)})
+        ],
+        "samples of a worker's step": list(map(str, batches)),
+    }
+    return "; ".join(f"{name}: {wording.joined(list(values))}" for name, values in parts.items() if values)
+
+
 def _steps(compute: Mapping[str, Any]) -> str:
     """Say how long the steps of virtual ranks take, as `compute.describe` has written it."""
     given = {key: _steps(value) if isinstance(value, Mapping) else value for key, value in compute.items()}

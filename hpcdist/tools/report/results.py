@@ -117,6 +117,11 @@ class JobRuns:
         """Return whether runs, except serial controls, differ in their number of ranks or in being virtual."""
         return len({(result.ranks, result.virtual) for result in self.runs if result.kind != "serial"}) > 1
 
+    @cached_property
+    def has_reached(self) -> bool:
+        """Return whether a run met the target. If none did, times are compared for as many samples."""
+        return any(self.reached(result) for result in self.runs)
+
     def reached(self, result: RunResult) -> Evaluation | None:
         """Return the run's first evaluation that met the target; None if none did."""
         if self.target is None:
@@ -199,12 +204,7 @@ def read_jobs(
     if target is None:
         return jobs
     name, value = target
-    finals = [result.run.summary.metrics.get(name, 0.0) for job in jobs for result in job.runs if result.run.summary]
-    if is_share(name) and value > 1 and all(final <= 1 for final in finals):
-        example = f"{name}={value / 100:g}"
-        raise ConfigError(
-            f"--target of {name} must be a share from 0 to 1; got {value:g}. Write {value:g} % as {example}."
-        )
+    refuse_percent(name, value, finals(jobs, name))
     # Metrics of each job.
     known = [{key for result in job.runs if result.run.summary for key in result.run.summary.metrics} for job in jobs]
     if not any(name in metrics for metrics in known):
@@ -218,6 +218,23 @@ def read_jobs(
     return jobs
 
 
+def finals(jobs: Iterable[JobRuns], metric: str) -> list[float]:
+    return [result.run.summary.metrics.get(metric, 0.0) for job in jobs for result in job.runs if result.run.summary]
+
+
+def percent(metric: str, target: float | None, values: Iterable[float]) -> str:
+    """Return how to write a target in percent if the metric's values are shares; else an empty text."""
+    if target is None or target <= 1 or not is_share(metric) or any(value > 1 for value in values):
+        return ""
+    return f"Write {target:g} % as {metric}={target / 100:g}."
+
+
+def refuse_percent(metric: str, target: float, values: Iterable[float]) -> None:
+    """Raise ConfigError for a target in percent if the metric's values are shares."""
+    if advice := percent(metric, target, values):
+        raise ConfigError(f"--target of {metric} must be a share from 0 to 1; got {target:g}. {advice}")
+
+
 def is_higher_better(metric: str) -> bool:
     """Guess from a metric's name whether larger is better."""
     return not any(part in metric.lower() for part in LOWER_IS_BETTER)
@@ -228,7 +245,10 @@ def _comparison(folder: Path, plan: Mapping[str, Any], only: Collection[Path] | 
     try:
         is_virtual = bool(plan.get("virtual"))
         selected = [run for run in plan["runs"] if only is None or folder / run["folder"] in only]
-        selected = selected if only is None else _without_sharers(selected)
+        if only is not None:
+            seeds = {run["seed"] for run in selected}
+            controls = [run for run in plan["runs"] if run["kind"] == "serial" and run["seed"] in seeds]
+            selected = _without_sharers([*(run for run in selected if run not in controls), *controls])
         runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(selected, READING)]
         metric = plan["metric"] or _first_metric(runs)  # empty for a script
         guessed = is_higher_better(metric)

@@ -17,7 +17,7 @@ from hpcdist.errors import UnknownNameError
 from hpcdist.tools import console
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.analysis import Analysis, RunGroup
-from hpcdist.tools.report.methods import methods
+from hpcdist.tools.report.methods import methods, optimizers_and_batches
 from hpcdist.tools.report.results import JobRuns, is_higher_better
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.tools.statistics import MIN_SEEDS, Interval, ratio_of
@@ -114,7 +114,8 @@ def as_latex(job_tables: Sequence[JobTable]) -> str:
         heads = [_heads(table)[name].replace("\n", " ").translate(LATEX) for name in table.rows[0]]
         rows = [[text.translate(LATEX) for _, text in row.values()] for row in table.rows]
         columns = "".join("l" if isinstance(value, (str, bool)) else "r" for value, _ in table.rows[0].values())
-        caption = f"{_title(table.analysis)}.".translate(LATEX)
+        parts = [_title(table.analysis), wording.capital(optimizers_and_batches(table.analysis))]
+        caption = f"{'. '.join(filter(None, parts))}.".translate(LATEX)
         frame = DataFrame(rows, columns=heads)
         texts.append(frame.to_latex(index=False, column_format=columns, position="htbp", caption=caption))
         texts.append(f"{methods(table.analysis).translate(LATEX)}\n")

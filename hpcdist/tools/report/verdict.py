@@ -9,7 +9,7 @@ from statistics import fmean
 
 from hpcdist.tools.machine import timing_warnings
 from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Contrast, RunGroup
-from hpcdist.tools.report.results import JobRuns
+from hpcdist.tools.report.results import JobRuns, finals, percent
 from hpcdist.tools.report.wording import capital, count, gap, gap_span, joined, mean, seconds_to_target, value
 from hpcdist.tools.statistics import MIN_SEEDS, Effect, ratio_of
 
@@ -47,7 +47,11 @@ def _on(group: RunGroup, *, always: bool = False) -> str:
 
 def _done(job: JobRuns) -> str:
     """Return the verb phrase of a time: "reached 93 %", or "trained on as many samples"."""
-    return "trained on as many samples" if job.target is None else f"reached {value(job.metric, job.target)}"
+    return _met(job) if job.has_reached else "trained on as many samples"
+
+
+def _met(job: JobRuns) -> str:
+    return f"reached {value(job.metric, job.target or 0.0)}"
 
 
 def _reached(group: RunGroup) -> str:
@@ -87,7 +91,7 @@ def _described(group: RunGroup) -> str:
     """Describe a group without a reference."""
     text = f"{_on(group)}: final {group.job.metric} {mean(group.job.metric, group.final_mean)}"
     if group.job.target is not None:
-        text += f"; {_reached(group)} {_done(group.job)}"
+        text += f"; {_reached(group)} {_met(group.job)}"
     if group.seconds_to_target:
         text += f", seconds to it: {seconds_to_target(group.seconds_to_target.values(), group.n_started)}"
     return f"{text} ({count(len(group.ended), 'run')})."
@@ -173,7 +177,7 @@ def _headline(analysis: Analysis) -> str:
     sentences += _who_reached(analysis, " ".join(sentences))
     contenders = [contrast for contrast in analysis.contrasts if contrast.group.kind != "serial"]
     if contenders:
-        some_reached = analysis.job.target is None or any(group.seconds_to_target for group in analysis.groups)
+        some_reached = analysis.job.target is None or analysis.job.has_reached
         found = list(_winners_or_none(analysis, contenders, some_reached and bool(sentences)))
         untested = all(contrast.outcome(LEAST_RATIO) == "unknown" for contrast in contenders)
         sentences = found + sentences if untested else sentences + found  # the caveat first
@@ -194,7 +198,8 @@ def _who_reached(analysis: Analysis, said: str) -> Iterator[str]:
     if not rest:
         return
     if not any(group.seconds_to_target for group in groups):
-        yield f"No run {_done(analysis.job)}."
+        job = analysis.job
+        yield f"No run {_met(job)}. {percent(job.metric, job.target, finals([job], job.metric))}".rstrip()
         return
     names = joined(list(map(_on, in_all))) if 0 < len(in_all) <= NAMED else f"{len(in_all)} groups of runs"
     so_far = any(group.n_started < len(group.runs) for group in in_all)
@@ -281,7 +286,7 @@ def _caveats(analysis: Analysis) -> Iterator[str]:
         yield f"{subject} {ONE_SEED if max(few) == 1 else FEW_SEEDS}: there is no interval."
     for group in groups:
         if job.target is not None and group.ended and not group.all_reached:
-            yield f"{capital(_on(group))}: {_reached(group)} {_done(job)}."
+            yield f"{capital(_on(group))}: {_reached(group)} {_met(job)}."
         if group.diverged:
             yield f"{capital(_on(group))}: {_not_finite(group)} ended with no finite {job.metric}."
     for result in job.runs:
@@ -290,11 +295,12 @@ def _caveats(analysis: Analysis) -> Iterator[str]:
             yield f"`{result.run.folder}` was resumed with other settings, and forms its own group: {changes}."
     if failed:
         yield f"{count(failed, 'run')} without a result: listed below, not included in the numbers."
-    if job.target is not None:
+    if job.has_reached:
         yield "The metric is measured only at evaluations: times to the target are up to one interval too long."
     else:
+        why = "No target was set" if job.target is None else "No run reached the target"
         yield (
-            "No target was set: times are compared for the same number of samples, not for an equally good model; "
+            f"{why}: times are compared for the same number of samples, not for an equally good model; "
             f"`--target {job.metric}=VALUE` sets one."
         )
     yield from _room(analysis)

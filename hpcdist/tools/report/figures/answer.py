@@ -60,7 +60,7 @@ def _seeds(group: RunGroup) -> str:
 def _contrasts(analysis: Analysis) -> ReportTable:
     """Return the table of each group against its reference."""
     metric = analysis.job.metric
-    head = "times faster per sample" if analysis.job.target is None else "times sooner at the target"
+    head = "times sooner at the target" if analysis.job.has_reached else "times faster per sample"
     heads = ["group", "against", head, "p", f"difference in final {metric}{', points' * wording.is_share(metric)}",
              "p", "verdict"]  # fmt: skip
     rows = []

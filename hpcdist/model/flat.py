@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 
 from torch import Tensor, nn
 
@@ -78,6 +79,7 @@ class FlatModel:
         only: the parameters to train; None: all. Other trainable parameters stay outside of flat memory.
         buffers: kinds of buffers, see FlatBuffers.
         rest: False leaves frozen parameters and buffers to another FlatModel of the same module.
+        watched: False leaves it to `gradients.watch` to add the hooks.
 
     Raises:
         ConfigError: a cap is not a positive integer, or a tensor can't lie in flat memory.
@@ -95,6 +97,7 @@ class FlatModel:
         only: Iterable[nn.Parameter] | None = None,
         buffers: Mapping[str, str] | None = None,
         rest: bool = True,
+        watched: bool = True,
     ):
         if not isinstance(module, nn.Module):
             raise ConfigError(f"module must be a torch.nn.Module; got {type(module).__name__}. Pass the model itself.")
@@ -105,7 +108,7 @@ class FlatModel:
         self._moves = 0  # number of times that a parameter was moved back from other memory
         check_flattenable(self._named(), module.named_buffers())
         self.flat_buffers = FlatBuffers(module, buffers) if rest else FlatBuffers(nn.Module())
-        self.gradients = Gradients((bucket_bytes, first_bucket_bytes), self.refresh, self.flat_buffers)
+        self.gradients = Gradients((bucket_bytes, first_bucket_bytes), self.refresh, self.flat_buffers, watched)
         self._has_grads = True
         self._lay_out()
 
@@ -118,9 +121,11 @@ class FlatModel:
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
         self._tensors = [slot.tensor for slot in self.slots + self.frozen_slots]
         self._pointers = [*map(Tensor.data_ptr, self._tensors)]
-        self._parts = [(module._parameters, module._modules) for module in self.module.modules()]
-        self._held = [p for parameters, _ in self._parts for p in parameters.values()]  # so that ids stay unique
-        self._structure = self._read_structure()
+        parts = [(module._parameters, module._modules) for module in self.module.modules()]
+        self._parts = [part for both in parts for part in both]  # each module's parameters, and its layers
+        self._counts = [*map(len, self._parts)]
+        self._holders = [parameters.values for parameters, _ in parts if parameters]
+        self._held = [parameter for values in self._holders for parameter in values()]
         self.keep_gradients([flat.new_zeros(len(flat)) for flat in self.params] if self._has_grads else None)
 
     def keep_gradients(self, flats: Sequence[Tensor] | None) -> None:
@@ -252,7 +257,8 @@ class FlatModel:
         Raises:
             ConfigError: a parameter was replaced, added, removed, or has another dtype or device.
         """
-        if self._read_structure() != self._structure:
+        held = [parameter for values in self._holders for parameter in values()]
+        if [*map(len, self._parts)] != self._counts or not all(map(is_, held, self._held)):
             self._check_structure()
         if [*map(Tensor.data_ptr, self._tensors)] == self._pointers:
             return
@@ -261,11 +267,6 @@ class FlatModel:
                 if slot.tensor.data_ptr() != slot.view(flats).data_ptr():
                     move_in(slot, slot.tensor, flats, "parameter", _MOVED)
                     self._moves += 1
-
-    def _read_structure(self) -> list[int]:
-        """Return the ids of the module's parameters and the numbers of its layers, to detect changes quickly."""
-        ids = [id(parameter) for parameters, _ in self._parts for parameter in parameters.values()]
-        return ids + [len(modules) for _, modules in self._parts]
 
     def _check_structure(self) -> None:
         """Raise ConfigError if a parameter of this FlatModel was replaced, added or removed.

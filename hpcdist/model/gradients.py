@@ -66,10 +66,11 @@ class Gradients:
         caps: maximum bytes of a bucket, and of the first bucket of each group.
         refresh: raises ConfigError if a parameter has another dtype, shape or device than its slot.
         buffers: restored after a batch of weight 0.
+        watched: False: `watch` adds the hooks, once it is known where gradients are stored.
     """
 
-    def __init__(self, caps: tuple[int, int], refresh: Callable[[], None], buffers: FlatBuffers):
-        self._caps, self._refresh, self._buffers = caps, refresh, buffers
+    def __init__(self, caps: tuple[int, int], refresh: Callable[[], None], buffers: FlatBuffers, watched: bool):
+        self._caps, self._refresh, self._buffers, self._watched = caps, refresh, buffers, watched
         self._lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
         self.on_bucket: Callable[[Bucket], None] | None = None
@@ -128,15 +129,16 @@ class Gradients:
         self._hidden: list[int] = []  # gradients removed for the optimiser's step
         self._released = 0  # number of gradients set by the last `release`
         self._hooks, self._weight_hooks = [], []
-        if self._flat or not self._alone:
-            self._add_hooks()
+        if self._watched:
+            self.watch()
         self._set_weight(self.weight)
 
-    def _add_hooks(self) -> None:
-        self._hooks = [
-            tensor.register_post_accumulate_grad_hook(self._make_hook(position))
-            for position, tensor in enumerate(self._tensors)
-        ]
+    def watch(self) -> None:
+        """Add the hooks that are needed; those added and removed would still cost time in each pass."""
+        self._watched = True
+        if not self._hooks and (self._flat or not self._alone or self._weight_hooks):
+            made = map(self._make_hook, range(len(self._tensors)))
+            self._hooks = [*map(Tensor.register_post_accumulate_grad_hook, self._tensors, made)]
 
     # --- batches --------------------------------------------------------------------------------------------------
     def start_batch(self, weight: float | None = 1.0, *, ends_epoch: bool = False) -> None:
@@ -185,8 +187,7 @@ class Gradients:
         self._weighted = self._weighted and bool(self.weights)  # earlier gradients keep their weight
         if self._needs_hooks and not self._weight_hooks:
             self._weight_hooks = [self._make_weight_hook(tensor) for tensor in self._tensors]
-            if not self._hooks:
-                self._add_hooks()
+            self.watch()
 
     @property
     def _needs_hooks(self) -> bool:
@@ -403,10 +404,9 @@ class Gradients:
         keeps = any_counts or (self._weights_batches and (bool(self.weights) or self._unchanged_since_step()))
         if not keeps or self._blank:
             self._hide(keeps)
-        if not self._hooks:
-            for tensor in self._tensors:
-                if tensor.grad is not None and tensor.grad.layout is not torch.strided:
-                    tensor.grad = tensor.grad.to_dense()
+        for tensor in () if self._hooks else self._tensors:
+            if tensor.grad is not None and tensor.grad.layout is not torch.strided:
+                tensor.grad = tensor.grad.to_dense()
         used = torch.tensor(self.present(), dtype=torch.bool)
         for position, (tensor, view, pointer) in enumerate(zip(self._tensors, self._views, self._pointers)):
             grad = tensor.grad

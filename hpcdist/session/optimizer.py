@@ -404,6 +404,7 @@ def DistributedOptimizer(
         )
     require_same_files(session.comm)  # again, for files loaded since: a topology
     instance.gradients.checksums = [] if peers.size > 1 and identical_batches == "warn" else None
+    flat.gradients.watch()
     flat.take_snapshot()
     counts = [len(group["params"]) for group in optimizer.param_groups]
     mixin = _ClosureEvaluating if evaluates_closure or cls.contract.batch == "portions" else _Distributed
@@ -475,4 +476,6 @@ def _flat(
             raise rules.error("two optimisers have one parameter", name=shared_name)
     outside = [(f"optimizer parameter {i}", p) for i, p in enumerate(params) if id(p) not in names]
     is_first = all(other.strategy.model.module is not model for other in others)
-    return FlatModel(model, bucket_bytes=bucket_bytes, extra=outside, only=params, buffers=buffers, rest=is_first)
+    return FlatModel(
+        model, bucket_bytes=bucket_bytes, extra=outside, only=params, buffers=buffers, rest=is_first, watched=False
+    )

@@ -1,13 +1,10 @@
 """Consistent one-sided reads: a rank publishes tensors with a clock, others read one complete publication or retry.
 
-A publishing rank keeps two copies in windows and writes them in turn, so that the last publication stays complete while
-the next one is written. A header of four integers counts publications started and publications done, and holds the
-clock of each copy. A reader reads copy `done % 2` and then checks `started`: the copy was complete unless two further
-publications have started by then (the second overwrites it); then the reader tries again. Writers never wait; a reader
-waits only for writers that are faster than a read.
-
-One copy suffices if a read takes about as long as a publication, and a death ends the job: a reader waits for the end
-of a publication, and tries again if another one has started during the read.
+Each publishing rank keeps two copies in windows and writes them in turn, so that the last publication stays complete
+while the next one is written. A header of four integers counts publications started and publications done, and holds
+the clock of each copy. A reader reads copy `done % 2` and then checks `started`: the copy was complete unless two
+further publications have started by then (the second overwrites it); then the reader tries again. Writers never wait; a
+reader waits only for writers that are faster than a read.
 
 Reference: Leslie Lamport, "Concurrent Reading and Writing", 1977, for reading between two counters.
 """
@@ -20,7 +17,6 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.window import Predicate
 from hpcdist.errors import CommunicationError, DeadlineError
 
 _STARTED, _DONE, _CLOCK = 0, 1, 2  # positions in the header
@@ -33,7 +29,6 @@ class Publication:
     Args:
         template: flat tensors with the lengths and dtypes of a publication, the same on all ranks.
         publishes: whether this rank will publish; other ranks expose no memory.
-        copies: 1 or 2, the same on all ranks.
 
     Example:
         >>> from hpcdist.comm.snapshot import Publication
@@ -43,9 +38,9 @@ class Publication:
         7
     """
 
-    def __init__(self, comm: Communicator, template: Sequence[Tensor], *, publishes: bool, copies: int = 2):
-        self._comm, self._count_of_copies = comm, copies
-        self._copies = [comm.window(copies * t.numel() if publishes else 0, t.dtype) for t in template]
+    def __init__(self, comm: Communicator, template: Sequence[Tensor], *, publishes: bool):
+        self._comm = comm
+        self._copies = [comm.window(2 * t.numel() if publishes else 0, t.dtype) for t in template]
         self._header = comm.window(_HEADER_LENGTH if publishes else 0, torch.int64)
         self._count = 0  # publications of this rank
         self.retries = 0  # reads that a writer overtook
@@ -56,11 +51,11 @@ class Publication:
         Readers rely on the order of the writes: `_STARTED` first, `_DONE` last.
         """
         self._count += 1
-        copy, rank = self._count % self._count_of_copies, self._comm.rank
+        half, rank = self._count % 2, self._comm.rank
         self._header.put(torch.tensor([self._count]), rank, _STARTED)
         for window, tensor in zip(self._copies, tensors, strict=True):
-            window.put(tensor, rank, copy * tensor.numel())
-        self._header.put(torch.tensor([clock]), rank, _CLOCK + copy)
+            window.put(tensor, rank, half * tensor.numel())
+        self._header.put(torch.tensor([clock]), rank, _CLOCK + half)
         self._header.put(torch.tensor([self._count]), rank, _DONE)
 
     def read(self, out: Sequence[Tensor], rank: int) -> int:
@@ -90,12 +85,10 @@ class Publication:
         until = self._comm.now() + limit_s
         while True:
             try:
-                if self._count_of_copies == 1:
-                    self._await_publication(rank, lambda w: bool(w[_STARTED] == w[_DONE] > 0))
                 done = self.use_torn(function, out, rank)
-                clock = self._read_header(rank, _CLOCK + done % self._count_of_copies)
+                clock = self._read_header(rank, _CLOCK + done % 2)
                 # Read last, and in a separate call: elements of one call may be of different moments.
-                overtaken = self._read_header(rank, _STARTED) > done + self._count_of_copies - 1
+                overtaken = self._read_header(rank, _STARTED) > done + 1
             except CommunicationError:
                 undo()
                 raise
@@ -103,7 +96,8 @@ class Publication:
                 return clock
             undo()
             if done == 0:
-                self._await_publication(rank, lambda w: bool(w[_DONE] > 0))
+                what = f"the first publication of rank {rank}"
+                self._header.wait(lambda w: bool(w[0] > 0), rank=rank, offset=_DONE, count=1, what=what, by=(rank,))
             self.retries += 1
             if self._comm.now() > until:
                 raise DeadlineError(
@@ -118,19 +112,13 @@ class Publication:
         the first, 0 if there was none.
         """
         done = self._read_header(rank, _DONE)
-        copy = done % self._count_of_copies
-        function([w.read(rank, copy * t.numel(), t.numel(), t) for w, t in zip(self._copies, out, strict=True)])
+        function([w.read(rank, done % 2 * t.numel(), t.numel(), t) for w, t in zip(self._copies, out, strict=True)])
         return done
-
-    def _await_publication(self, rank: int, ready: Predicate) -> None:
-        """Wait until `ready(header)` is true: `rank` has published, and is not publishing if there is one copy."""
-        self._header.wait(ready, rank=rank, what=f"a complete publication of rank {rank}", by=(rank,))
 
     def local(self) -> list[Tensor]:
         """Return this rank's last publication as views; do not write to them."""
-        lengths = [len(w.local) // self._count_of_copies for w in self._copies]
-        copy = self._count % self._count_of_copies
-        return [w.local[copy * n : (copy + 1) * n] for w, n in zip(self._copies, lengths, strict=True)]
+        half = self._count % 2
+        return [w.local[half * w.local.numel() // 2 :][: w.local.numel() // 2] for w in self._copies]
 
     def _read_header(self, rank: int, index: int) -> int:
         value = torch.empty(1, dtype=torch.int64)

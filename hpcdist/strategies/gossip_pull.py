@@ -20,9 +20,9 @@ class GossipPull(Gossip):
     """Train by asynchronous gossip SGD, pull variant: in each step average with a random rank's parameters.
 
     Every step of rank i: run the local optimiser, publish the parameters θᵢ, sample a rank j uniformly over all ranks,
-    i included, fetch θⱼ and set θᵢ ← (θᵢ + θⱼ)/2. No rank waits for another's step; on a single node rank i waits while
-    rank j publishes. The mean of all θ is conserved only in expectation. Failed ranks are not sampled; if rank j fails
-    while it is read, rank i does not average, or averages with the last published parameters of rank j.
+    i included, fetch θⱼ and set θᵢ ← (θᵢ + θⱼ)/2. No rank waits for another. The mean of all θ is conserved only in
+    expectation. Failed ranks are not sampled; if rank j fails while it is read, rank i does not average, or averages
+    with the last published parameters of rank j.
 
     With `pulls` = m, m different ranks are sampled, and θᵢ becomes the mean of θᵢ and the fetched parameters; θᵢ counts
     twice if rank i was sampled. With `interval` a rank fetches only in every `interval`-th step, but publishes in every
@@ -30,9 +30,8 @@ class GossipPull(Gossip):
     gradient is computed at θᵢ before the average.
 
     Bytes per rank and step: m(p − 1)/p parameter vectors fetched on average, m without `include_self`; half with fp16
-    or bf16; none in steps without a fetch. Memory: one parameter vector on a single node, two on several nodes, with
-    GPUs or if the job tolerates deaths; and one more where fetched parameters are copied: from another node, with
-    m > 1, half precision or `order = "before"`.
+    or bf16; none in steps without a fetch. Memory: two parameter vectors, and one more where fetched parameters are
+    copied: from another node, with m > 1, half precision or `order = "before"`.
 
     Example on 4 ranks:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, "gossip_pull", pulls=2, interval=2)
@@ -53,17 +52,10 @@ class GossipPull(Gossip):
         self.sampler = PeerSampler(comm, self.peers, self.state, config, "pulls")
         self._mixes_published = config.order == "after" and not config.compression  # averages what was just published
         self._fetched = self.state.scratch(self.wire.empty())
-        copies = 1 if self._reads_fast() else 2
-        self._published = self.opened(Publication(comm, self._fetched, publishes=comm.size > 1, copies=copies))
+        self._published = self.opened(Publication(comm, self._fetched, publishes=comm.size > 1))
         self.state.after_load(self.reset_from_model)
         self._publish(self.steps)
         comm.barrier()  # no rank may read before the first publication
-
-    def _reads_fast(self) -> bool:
-        """Collective. Return whether all ranks read others' memory in place, into host memory, and none may die."""
-        comm = self.comm
-        maps = comm.platform.virtual is None and len(comm.memory.local_ranks) == comm.size
-        return maps and not comm.failures.tolerant and all(comm.gather(all(p.is_cpu for p in self.model.params)))
 
     def local_step(self, update: Update) -> Outcome:
         outcome = super().local_step(update)

@@ -113,7 +113,9 @@ class Results:
             at = next(frame for frame in reversed(frames) if Path(frame.filename).is_relative_to(HERE))
             condition = (at.line or "").removeprefix("assert ").partition("  #")[0]
             where = f"tests/{Path(at.filename).relative_to(HERE)}:{at.lineno}"
-            text = f"it must hold that {condition}; it does not, see {where}"
+            values = text.removeprefix("assert ")
+            got = f"got {values}" if not values.startswith(("False", "not True", "(")) else "it does not"
+            text = f"it must hold that {condition}; {got}, see {where}"
         kind = "" if isinstance(error, (HpcdistError, AssertionError)) else type(error).__name__
         place = f" [{self._file.name}:{lines[-1]}]" if lines else ""
         return ": ".join(filter(None, [kind, text])), place

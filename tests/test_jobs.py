@@ -48,7 +48,7 @@ def run(name: str, folder: Path, size: int, *overrides: str) -> Summary:
         return summary
 
     summary, *others = run_virtual(body, size, compute=Constant(0.01))
-    assert all(other == summary for other in others)
+    assert all(other == summary for other in others), "all ranks must return the same summary"
     return summary
 
 
@@ -60,7 +60,8 @@ def test_a_job_learns_and_its_summary_is_whole(name, strategy, tmp_path, capsys)
     steps = [record for of_rank in records.values() for record in of_rank if record.samples]
 
     assert (summary.strategy, summary.ranks, summary.workers, summary.seed) == (strategy, 4, workers, 3)
-    assert summary.samples == EPOCHS * TRAIN_SAMPLES[name]
+    samples = EPOCHS * TRAIN_SAMPLES[name]
+    assert summary.samples == samples, f"workers must take each sample once an epoch, {samples}; got {summary.samples}"
     assert summary.metrics["loss"] > 0
     if name == "digits":
         accuracy = summary.metrics["accuracy"]
@@ -68,11 +69,16 @@ def test_a_job_learns_and_its_summary_is_whole(name, strategy, tmp_path, capsys)
     else:
         assert summary.metrics["rmse"] < 4.9, "the deviation of the targets: better than their mean"
     histogram = summary.staleness.histogram
-    assert sum(histogram.values()) + summary.pending == len(steps)
-    assert summary.staleness.max == max(histogram) and summary.dropped == 0 and summary.lost_ranks == []
+    assert sum(histogram.values()) + summary.pending == len(steps), (
+        f"each step's gradient must be applied (a staleness in a record) or pending; got {sum(histogram.values())} + "
+        f"{summary.pending} of {len(steps)}"
+    )
+    assert summary.staleness.max == max(histogram) and summary.lost_ranks == []
+    assert summary.dropped == 0, f"no gradient must be dropped where workers are as fast; got {summary.dropped}"
     expected = STALENESS.get(strategy, 0)
     assert summary.staleness.mean == pytest.approx(expected, abs=0.1), "(λ − 1)/c for λ workers of one speed"
-    assert summary.bytes_per_step > 0 and summary.messages_per_step > 0 and summary.wall_s > 0
+    sent = (summary.bytes_per_step, summary.messages_per_step)
+    assert min(sent) > 0 and summary.wall_s > 0, f"records must count the bytes and messages of steps; got {sent}"
     of_workers = [record for rank in list(records)[4 - workers :] for record in records[rank]]
     computing_s = sum(record.computing_s for record in of_workers) / summary.workers
     assert summary.seconds.computing == pytest.approx(computing_s)

@@ -95,7 +95,8 @@ def test_on_the_same_ranks_it_goes_on_to_the_bit(ranks, strategy, shared_tmp_pat
         for folder, values in ((between, {"epoch": 0, "best": 7.5}), (within, {})):
             if folder == between or strategy in SERVERLESS:
                 again = Loop(strategy)
-                assert values.items() <= hd.load(folder, **again.objects()).items()
+                got = hd.load(folder, **again.objects())
+                assert values.items() <= got.items(), f"hd.load must return what was saved, {values}; got {got}"
                 again.epoch()
                 again.epoch()
                 _same(again.finished(), whole)
@@ -150,15 +151,17 @@ def test_on_another_number_of_ranks_it_goes_on_from_what_they_stood_for(ranks, p
         with hd.consensus(loop.model):
             started = copied(loop.model)
         loop.epoch()
-        assert loop.loader.state_dict()["epoch"] == 2
+        epoch = loop.loader.state_dict()["epoch"]
+        assert epoch == 2, f"resumed after 1 epoch, and trained for one more, the loader must be at 2; got {epoch}"
         return started, rates, loop.finished()[0]
 
     saved = ranks(saving)
     loaded = run_virtual(loading, size)
     for started, (last, own), ended in loaded:
         assert difference(started, saved[0][0]) <= 1e-12, "resumed, parameters must be the consensus of those saved"
-        assert last == own == saved[0][1]
-        assert difference(ended, loaded[0][2]) == 0.0 and all(t.isfinite().all() for t in ended.values())
+        assert last == own == saved[0][1], f"resumed, rates must be those saved, {saved[0][1]}; got {last} and {own}"
+        same = difference(ended, loaded[0][2]) == 0.0 and all(t.isfinite().all() for t in ended.values())
+        assert same, "resumed and trained, all ranks must have the same finite model"
 
 
 @each("strategy", ["allreduce", "softsync", "gossip_pull", "easgd"])
@@ -196,13 +199,19 @@ def test_strategies_that_are_not_synchronous_go_on_between_epochs(ranks, strateg
         assert hd.load(shared_tmp_path, **again.objects())["epoch"] == 0
         found = copied(again.model), copied(again.ema), again.scaler.state_dict(), again.schedule.state_dict()
         if again.optimizer.strategy.is_worker:
-            assert difference(found[0], saved[1]) == 0.0
-        assert difference(found[1], saved[2]) == 0.0 and found[2:] == saved[3:]
+            apart = difference(found[0], saved[1])
+            assert apart == 0.0, (
+                f"loaded, each worker must have the parameters that it saved; they differ by {apart:.3g}"
+            )
+        assert difference(found[1], saved[2]) == 0.0 and found[2:] == saved[3:], (
+            "loaded, each rank's averages, scaler and schedule must be those that it saved"
+        )
         again.epoch()
         return again.finished()[0]
 
     found = ranks(body)
-    assert all(difference(model, found[0]) == 0.0 for model in found)
+    apart = max(difference(model, found[0]) for model in found)
+    assert apart == 0.0, f"hd.finish must leave all ranks the same model; got ones that differ by {apart:.3g}"
 
 
 def test_counts_that_steps_change_in_param_groups_go_on_as_in_one_process(tmp_path):

@@ -136,7 +136,8 @@ def examine(ranks, way, name, strategy):
         return "refused"
     trained_models = [model for model, *_ in found]
     first = trained_models[0]
-    assert all(torch.isfinite(t).all() for t in first.values() if t.is_floating_point())
+    bad = [key for key, t in first.items() if t.is_floating_point() and not torch.isfinite(t).all()]
+    assert not bad, f"the trained model must be finite; got NaN or infinity in {', '.join(bad)}"
     assert all(difference(model, first) == 0.0 for model in trained_models), "ranks end with different models"
     assert len({same for *_, same in found}) == 1, "ranks differ in what must be the same"
     if plain == "allreduce":
@@ -150,7 +151,10 @@ def examine(ranks, way, name, strategy):
         found = found[::-1]
         assert all(difference(a, b) <= tolerance for a, b in zip(found[0][1], before, strict=True))
     else:
-        assert difference(first, expected) <= tolerance
+        apart = difference(first, expected)
+        assert apart <= tolerance, (
+            f"the loop must train as one process does, up to {tolerance:g}; got parameters that differ by {apart:.3g}"
+        )
     if pattern.breaks == optimizers.METHOD and contract(way, strategy, ranks.size).updates == "on servers":
         pairs = [pair for _, seen, *_ in found for pair in zip(seen, before, strict=True)]
         assert all(difference(a, b) <= tolerance for a, b in pairs), "a rank sees another model than the servers have"

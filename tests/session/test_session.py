@@ -72,7 +72,10 @@ def test_the_same_loop_runs_every_strategy_and_sees_each_sample_once(ranks, name
     answer = torch.tensor([1.0] * 5 + [0.0])
     nearer = 1 if ranks.real else 0.6  # a real rank may be done before others begin, and have averaged with their start
     assert (found[0][1] - answer).norm() < nearer * (start - answer).norm(), "training must come nearer to the solution"
-    assert len({length for *_, length, _ in found}) == 1 and all(length == steps for *_, length, steps in found)
+    lengths = [(length, steps) for *_, length, steps in found]
+    assert {steps for _, steps in lengths} == {lengths[0][0]} == {length for length, _ in lengths}, (
+        f"each rank must take len(loader) steps in an epoch, all the same number; got (length, steps) {lengths}"
+    )
 
 
 @pytest.mark.sizes(3)

@@ -98,7 +98,8 @@ def test_on_one_rank_nothing_is_compressed(ranks, name, compression):
             lambda comm: problem.train(comm, name, {**options, "compression": "none"}, samples=40, epochs=1)
         )
         expected = exact.params
-    assert all(torch.equal(a, b) for a, b in zip(run.params, expected, strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(run.params, expected, strict=True))
+    assert same, "on one rank nothing is sent: with a compression parameters must be those without, to the bit"
 
 
 @every
@@ -162,9 +163,12 @@ def test_every_gradient_is_recorded_once_with_its_staleness(ranks, name):
         "records must have a staleness for each gradient, once"
     )
     for run in runs:
-        assert [record.step for record in run.records] == sorted(record.step for record in run.records)
-        assert all(min(record.staleness, default=0) >= 0 for record in run.records)
-        assert all(record.computing_s >= 0 and record.waiting_s >= 0 for record in run.records)
+        steps = [record.step for record in run.records]
+        assert steps == sorted(steps), f"records must be in the order of their steps; got {steps}"
+        least = min((value for record in run.records for value in record.staleness), default=0)
+        assert least >= 0, f"no gradient can be staler than none, as clock - its clock is from 0 on; got {least}"
+        seconds = min((min(record.computing_s, record.waiting_s) for record in run.records), default=0.0)
+        assert seconds >= 0, f"seconds of a record must be 0 or more; got {seconds}"
 
 
 @every

@@ -137,7 +137,14 @@ def test_every_strategy_resumes_on_other_ranks_and_its_summary_tells_what_the_ru
 
     summary = run_virtual(first, before, compute=Constant(0.01))[0]
     records = [record for of_rank in read_records(tmp_path / "run").values() for record in of_rank]
-    assert sum(summary.staleness.histogram.values()) + summary.pending == sum(one.samples > 0 for one in records)
+    applied, pending, steps = (
+        sum(summary.staleness.histogram.values()),
+        summary.pending,
+        sum(r.samples > 0 for r in records),
+    )
+    assert applied + pending == steps, (
+        f"each step's gradient must be applied (a staleness in a record) or pending: {applied} + {pending} of {steps}"
+    )
     path = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     position = checkpoint.SavedRank(path, 0).at("position")
     seen = []
@@ -159,13 +166,16 @@ def test_every_strategy_resumes_on_other_ranks_and_its_summary_tells_what_the_ru
             return trainer.run(path), len(trainer._train)
 
     (summary, n_samples), *others = run_virtual(body, after, compute=Constant(0.01))
-    assert all(other == summary for other, _ in others) and load_summary(tmp_path / "run") == summary
+    same = all(other == summary for other, _ in others) and load_summary(tmp_path / "run") == summary
+    assert same, "resumed on other ranks, all ranks must return the summary in the file"
     assert (summary.strategy, summary.ranks, summary.seed) == (name, after, 11)
     accuracy = summary.metrics["accuracy"]
     assert accuracy > 0.3, f"resumed, accuracy on ten classes must be above 0.3; got {accuracy:.3f}"
-    assert summary.wall_s > 0 and summary.seconds.computing > 0 and summary.bytes_per_step > 0
+    assert summary.wall_s > 0 and summary.seconds.computing > 0
+    assert summary.bytes_per_step > 0, "records must count the bytes that ranks send; got none"
     if name in problem.stepping():
-        assert len(seen) == 2 * n_samples - position["consumed"] - position["epoch"] * n_samples
+        rest = 2 * n_samples - position["consumed"] - position["epoch"] * n_samples
+        assert len(seen) == rest, f"resumed, the run must take the {rest} samples that are left; got {len(seen)}"
 
 
 @pytest.mark.computes

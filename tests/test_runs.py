@@ -112,6 +112,8 @@ def test_of_a_run_that_was_just_killed_it_is_shown_what_is_known(hpcdist, tmp_pa
         os.utime(file, (0, 0))
     (found,) = listed(hpcdist, "--in", ".")
     assert (found["state"], found["time_s"]) == ("dead", None)
+    said = "no result: was killed, or its host failed; --resume or the same script continues"
+    assert said in " ".join(hpcdist("runs", "show", "it")[1].split())
 
 
 def test_names_are_whole_in_a_narrow_terminal_and_interrupted_runs_have_a_metric(hpcdist, made, monkeypatch):

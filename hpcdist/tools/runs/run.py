@@ -172,6 +172,8 @@ class Run:
             return "\n".join(["failed:", *lines])
         if self.start is None:
             return "was not started"
+        if self.abandoned and self.start.ended is None:
+            return "was killed, or its host failed; --resume or the same script continues"
         if self.start.ended is None:
             return "has started and not ended"
         if self.start.outcome == "interrupted":

@@ -476,6 +476,5 @@ def _flat(
             raise rules.error("two optimisers have one parameter", name=shared_name)
     outside = [(f"optimizer parameter {i}", p) for i, p in enumerate(params) if id(p) not in names]
     is_first = all(other.strategy.model.module is not model for other in others)
-    return FlatModel(
-        model, bucket_bytes=bucket_bytes, extra=outside, only=params, buffers=buffers, rest=is_first, watched=False
-    )
+    given = {"extra": outside, "only": params, "buffers": buffers, "rest": is_first, "watched": False}
+    return FlatModel(model, bucket_bytes=bucket_bytes, **given)

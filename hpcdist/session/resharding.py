@@ -81,7 +81,7 @@ class SavedWorld:
         about = local["about"]
         same_role = (
             saved.at("works", default=True) == local["works"]
-            and saved.at("about", "parents", default=about["parents"]) == about["parents"]  # old checkpoints lack them
+            and saved.at("about", "role", default=about["role"]) == about["role"]  # old checkpoints lack it
         )
         same = same_role and saved.at("about", "strategy") == about["strategy"]
         return same and positions_of(saved.at) == positions_of(local.get)

@@ -174,8 +174,8 @@ def capture_strategy(strategy: Strategy) -> dict[str, Any]:
     """Return this rank's state without the local optimiser's, by the names in checkpoints, which `restore` reads.
 
     params, frozen, buffers: this rank's copies. masters: its part in the consensus of parameters, see
-    `State.parameters`, for loading on other ranks. works: it is a worker. about: the ranks to which it sends requests,
-    and names that slices lack.
+    `State.parameters`, for loading on other ranks. works: it is a worker. about: its role in the strategy, and names
+    that slices lack.
     """
     model = strategy.model
     model.refresh()
@@ -191,7 +191,7 @@ def capture_strategy(strategy: Strategy) -> dict[str, Any]:
         "masters": {} if masters is None else layout.split("params", masters.tensors, masters.ranges),
         "works": strategy.is_worker,
         "strategy": values,
-        "about": {"strategy": name_of(strategy), "parents": list(strategy.parents), **layout.about()},
+        "about": {"strategy": name_of(strategy), "role": strategy.saved_role, **layout.about()},
     }
 
 

@@ -70,6 +70,7 @@ class ADPSGD(Strategy):
         self.peers = Peers(comm, self.records)
         self._generator = config.generator(comm, self.state)
         self._passive = comm.rank in passive
+        self.saved_role = "passive" if self._passive else "active"
         self._neighbours = [rank for rank in topology.in_neighbours(comm.rank, 0) if rank != comm.rank]
         self._shared = [self.opened(comm.window(p.numel() if self._passive else 0, p.dtype)) for p in model.params]
         # The lock: 1 + the rank that averages here.

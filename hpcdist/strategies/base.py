@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -135,7 +135,7 @@ class Strategy(abc.ABC):
             """
 
     contract: Contract
-    parents: Sequence[int] = ()  # ranks to which this rank sends requests, as a server's worker does
+    saved_role: object = None  # in JSON's types; ranks with another one load a checkpoint by parameter names
 
     @classmethod
     def require_complete(cls, name: str) -> None:

@@ -135,6 +135,21 @@ def test_a_tree_of_aggregators_goes_on_with_another_fan_in(tmp_path, case):
     assert whole.samples - again.samples == case[2] and again.metrics["accuracy"] > 0.3
 
 
+def test_ranks_that_become_active_or_passive_start_from_the_consensus(tmp_path):
+    """A passive rank's parameters contain what others have averaged in since its last step, if it becomes active too.
+
+    The resumed run has no step left: it ends with the consensus of the checkpoint.
+    """
+    (tmp_path / "star.txt").write_text("1 0\n1 2\n1 3\n")  # rank 3 is active, and passive by default
+    graph = (f"topology.path={tmp_path / 'star.txt'}", "topology.name=graph")
+
+    def body(comm):
+        return replicas.resumed(comm, tmp_path, "adpsgd", (), 12, graph)
+
+    whole, again = run_virtual(body, 4)[0]
+    assert again.sha256 == whole.sha256
+
+
 def test_a_longer_period_holds_from_the_checkpoint_on(tmp_path):
     def body(comm):
         return replicas.resumed(comm, tmp_path, "async_diloco", ("period=1",), 6, ("period=1000",))

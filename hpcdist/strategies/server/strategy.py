@@ -124,7 +124,7 @@ class ServerStrategy(Strategy):
             self._check_stages()
         split = config.split_parameters
         self.replica = replica = Replica(comm.rank, roles, model, self.state, split_parameters=split)
-        self.parents = replica.parents
+        self.saved_role = list(replica.parents)
         self.servers: Communicator | None = None
         if replica.alone:
             model.keep_gradients(None)

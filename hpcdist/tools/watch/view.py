@@ -276,8 +276,9 @@ def _notes(run: Run, steps: Steps, skipped: int) -> list[str]:
     return [
         text
         for text, is_so in (
-            ((run.failure or "").replace(":\n", ": ").replace("\n", " | "),
-             run.state in ("dead", "failed", "interrupted")),
+            ("it is dead: no process is running in its folder, for unknown reasons; resume with --resume",
+             run.state == "dead"),
+            ((run.failure or "").replace(":\n", ": ").replace("\n", " | "), run.state in ("failed", "interrupted")),
             (run.damage or "", run.damage is not None),
             (f"no rank has written a record for {duration(max(0.0, silent_s))}: see the run's own messages",
              silent_s > SILENT_S and run.state == "training"),

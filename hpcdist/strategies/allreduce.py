@@ -126,7 +126,7 @@ class AllReduce(Strategy):
         if self._alone:
             model.keep_gradients(None)
         elif not (config.provider or config.compression):
-            shared = calls.shared_zeros(model.params)
+            shared = calls.comm.memory.zeros_like(model.params)
             if shared is not None:
                 model.keep_gradients(shared)
         self._compressed: Reduction | None = None

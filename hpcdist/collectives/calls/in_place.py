@@ -27,8 +27,8 @@ class MeansInPlace:
 
     def share(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Collective. Return copies in memory that a node's ranks have mapped; device tensors themselves."""
-        zeros = self._comm.memory.zeros
-        return [zeros(len(t), t.dtype).copy_(t) for t in tensors] if all(t.is_cpu for t in tensors) else tensors
+        shared = self._comm.memory.zeros_like(tensors)
+        return tensors if shared is None else [into.copy_(t) for into, t in zip(shared, tensors, strict=True)]
 
     def suits(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether all ranks have mapped these tensors; the same on all ranks."""

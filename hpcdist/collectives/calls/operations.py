@@ -354,12 +354,6 @@ class Collectives:
             self._exchange.close()
         self.comm.close()
 
-    def shared_zeros(self, template: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return zeros shaped like `template` in memory that a node's ranks sum in place; None for device tensors."""
-        memory = self.comm.memory
-        on_host = all(flat.is_cpu for flat in template)
-        return [memory.zeros(len(flat), flat.dtype) for flat in template] if on_host else None
-
     # --- common parts of the calls ------------------------------------------------------------------------------------
     def algorithm(self, name: str) -> AllReduce:
         """Collective at the first call. Return an all-reduce algorithm by name; raise UnknownNameError if unknown."""

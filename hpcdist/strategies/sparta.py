@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
@@ -87,7 +88,7 @@ class SPARTA(Strategy):
 
     def _send(self, step: int) -> None:
         """Start to average the part of this step."""
-        indices = self._indices(step)
+        indices = self._placed(self._select(step))
         sent = [flat.index_select(0, index) for flat, index in zip(self.model.params, indices, strict=True)]
         values = [tensor.clone() for tensor in sent]
         work = self.calls.all_reduce(values, "mean", algorithm=self.config.algorithm, async_op=self.config.delay > 0)
@@ -118,8 +119,9 @@ class SPARTA(Strategy):
                     flat.index_select(0, other_part.indices[number]).sub_(old).add_(other_part.sent[number])
                 )
 
-    def _indices(self, step: int) -> list[Tensor]:
-        return [index.to(flat.device) for index, flat in zip(self._select(step), self.model.params, strict=True)]
+    def _placed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Move tensors, one for each of `model.params`, to the devices of these."""
+        return [tensor.to(flat.device) for tensor, flat in zip(tensors, self.model.params, strict=True)]
 
     def _select(self, step: int) -> list[Tensor]:
         """Return the indices to average in a step, in each of `model.params`; equal on all ranks."""
@@ -133,10 +135,8 @@ class SPARTA(Strategy):
         round_ = step // slices if self.config.selection == "partition" else 0
         if round_ != self._round:
             generator = np.random.default_rng([self.config.seed, 1, round_])
-            self._round, self._orders = (
-                round_,
-                [torch.from_numpy(generator.permutation(length)) for length in lengths],
-            )
+            self._round = round_
+            self._orders = [torch.from_numpy(generator.permutation(length)) for length in lengths]
         part = step % slices
         return [order[len(order) * part // slices : len(order) * (part + 1) // slices] for order in self._orders]
 
@@ -145,8 +145,9 @@ class SPARTA(Strategy):
 
     def _load_parts(self, saved: list[list[Any]]) -> None:
         self._parts.clear()
-        for step, sent, values, *indices in saved:  # old checkpoints lack indices
-            self._parts[step] = Part(indices[0] if indices else self._indices(step), list(sent), list(values), Work())
+        for step, sent, values, *indices in saved:
+            chosen = indices[0] if indices else self._select(step)  # old checkpoints lack indices
+            self._parts[step] = Part(self._placed(chosen), self._placed(sent), self._placed(values), Work())
 
     def reset_from_model(self) -> None:
         self._complete()

@@ -59,7 +59,7 @@ def test_a_result_is_that_of_the_living_on_each_of_them(tmp_path):
 
 @survivable
 def test_a_rank_that_ends_by_an_exception_after_a_death_has_died_too(tmp_path):
-    """Others wait for it, where they would not have learned that it has ended."""
+    """The other ranks learn that this rank has ended, and do not wait for it until the deadline."""
     text = """
         if comm.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -153,9 +153,9 @@ ASKED = """
 import os, signal, sys, time
 if "deaf" not in sys.argv:
     signal.signal(signal.SIGUSR1, lambda number, frame: print("heard", flush=True))
-print("size", *os.get_terminal_size(1) if os.isatty(1) else "-", flush=True)
+print("size " + " ".join(map(str, os.get_terminal_size(1) if os.isatty(1) else "-")), flush=True)  # in one write
 if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
-    print("typed", sys.stdin.readline().strip(), flush=True)
+    print("typed " + sys.stdin.readline().strip(), flush=True)
 time.sleep(100)
 """
 

@@ -64,10 +64,6 @@ class RankMemory(abc.ABC):
         """
         return torch.zeros(count, dtype=dtype)
 
-    def zeros_like(self, flats: Sequence[Tensor]) -> list[Tensor] | None:
-        """Collective. Return `zeros` with the lengths and dtypes of flat tensors; None for device tensors."""
-        return [self.zeros(len(flat), flat.dtype) for flat in flats] if all(flat.is_cpu for flat in flats) else None
-
     def slots(self, n_bytes: int, call: str = "collective call") -> Slots | None:
         """Collective. Create slots of `n_bytes` each, a multiple of 64; None if the ranks share no memory.
 

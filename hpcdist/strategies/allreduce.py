@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
+from hpcdist.collectives.calls.tensors import zeros_like
 from hpcdist.collectives.tuning.timing import Trial
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import JointCompression, Reduction, spans
@@ -126,7 +127,7 @@ class AllReduce(Strategy):
         if self._alone:
             model.keep_gradients(None)
         elif not (config.provider or config.compression):
-            shared = calls.comm.memory.zeros_like(model.params)
+            shared = zeros_like(calls.comm, model.params)
             if shared is not None:
                 model.keep_gradients(shared)
         self._compressed: Reduction | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import Scratch, bounds
+from hpcdist.collectives.calls.tensors import zeros_like
 from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.comm.communicator import Communicator
 
@@ -27,7 +28,7 @@ class MeansInPlace:
 
     def share(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Collective. Return copies in memory that a node's ranks have mapped; device tensors themselves."""
-        shared = self._comm.memory.zeros_like(tensors)
+        shared = zeros_like(self._comm, tensors)
         return tensors if shared is None else [into.copy_(t) for into, t in zip(shared, tensors, strict=True)]
 
     def suits(self, tensors: Sequence[Tensor]) -> bool:

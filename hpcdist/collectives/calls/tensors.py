@@ -97,6 +97,11 @@ def for_each_rank(
             part.copy_(view)
 
 
+def zeros_like(comm: Communicator, flats: Sequence[Tensor]) -> list[Tensor] | None:
+    """Collective. Return `RankMemory.zeros` with the lengths and dtypes of flat tensors; None for device tensors."""
+    return [comm.memory.zeros(len(flat), flat.dtype) for flat in flats] if all(flat.is_cpu for flat in flats) else None
+
+
 def each(tensors: Tensors) -> Sequence[Tensor]:
     """Return a sequence of tensors unchanged, and a single tensor as a list."""
     return [tensors] if isinstance(tensors, Tensor) else tensors

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.collectives.calls import Work
+from hpcdist.collectives.calls.tensors import zeros_like
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.errors import CheckpointError
@@ -81,7 +82,7 @@ class Periodic(Strategy):
         self._delay = config.steps_in_flight
         self.common = self.state.sharded("common", templates, start="parameters", reshard=self.of_ranks, resets=True)
         # Memory that the ranks of a node average in place, if there is such memory.
-        shared = None if config.compression else channel.memory.zeros_like(self.common)
+        shared = None if config.compression else zeros_like(channel, self.common)
         # `mean` has δᵢ of the fragments in flight, then their means; `sent` keeps δᵢ. On another number of ranks all
         # start from the mean of the parameters, whose distance from x is the mean of δᵢ. If x replaces the parameters
         # in the step that sends δᵢ, δᵢ overwrites the parameters.

@@ -13,7 +13,7 @@ from hpcdist.errors import require_packages
 from hpcdist.registry import catalogue
 from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import require_checkout, whole_number, writable
-from hpcdist.tools.options import Overrides
+from hpcdist.tools.options import Overrides, argument, option
 
 app = typer.Typer()
 MARGIN = 10  # columns of a drawing for the rank numbers
@@ -21,13 +21,13 @@ TRAIN = "mpirun -n 4 hpcdist train jobs/digits.py"
 
 
 def _name(complete: completion.Completer) -> Any:
-    return typer.Argument(metavar="NAME", help="Describe this one. Default: list all.", autocompletion=complete)
+    return argument("NAME", "Describe this one. Default: list all.", autocompletion=complete)
 
 
 @app.command()
 def strategies(
     name: Annotated[str | None, _name(completion.names("strategies"))] = None,
-    checked: Annotated[str | None, typer.Argument(metavar="FILE:CLASS", help="After `test`: your strategy.")] = None,
+    checked: Annotated[str | None, argument("FILE:CLASS", "After `test`: your strategy.")] = None,
 ) -> None:
     """List the distribution strategies, or describe one with its options and its reference.
 
@@ -120,17 +120,14 @@ def schedules(
 def topology(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="NAME",
-            help="Topology, such as ring; see `hpcdist topologies`.",
-            autocompletion=completion.names("topologies"),
+        argument(
+            "NAME", "Topology, such as ring; see `hpcdist topologies`.", autocompletion=completion.names("topologies")
         ),
     ],
     ranks: Annotated[int | None, whole_number("Number of ranks. Default: only describe the topology.")] = None,
     overrides: Overrides = None,
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also draw it, in a file .svg or .png. Needs matplotlib.", callback=writable),
+        Path | None, option("FILE", "Also draw it, in a file .svg or .png. Needs matplotlib.", callback=writable)
     ] = None,
 ) -> None:
     """Describe a topology: checks of its weights, its spectral gap, the neighbours of each rank.

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from hpcdist.comm.communicator import Communicator
 from hpcdist.tools.baselines.base import Library
-
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 
 class HorovodOptimizer(Library):
@@ -36,11 +32,11 @@ class HorovodOptimizer(Library):
             return "Horovod is not installed. `hpcdist horovod build` builds it."
         return None
 
-    def __init__(self, comm: Communicator, device: torch.device):
+    def __init__(self, comm: Any, device: torch.device):
         from hpcdist.comm.external import horovod  # starts MPI: not at import
 
         self._release = horovod.release
-        running, _ = horovod.join(cast("MpiCommunicator", comm), horovod.Tuning.of(None, None))
+        running, _ = horovod.join(comm, horovod.Tuning.of(None, None))
         self._hvd = running.hvd
 
     def wrap(

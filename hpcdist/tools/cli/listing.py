@@ -138,7 +138,7 @@ def topology(
     """
     from hpcdist.config.merge import load
     from hpcdist.config.settings import checked_options
-    from hpcdist.tools.topology import draw
+    from hpcdist.tools.topology import adjacency, describe, draw, steps
 
     if ranks is None:
         topologies(name)
@@ -147,7 +147,9 @@ def topology(
     created = create(ranks, **checked_options(create, load({}, None, overrides or [])))
     if output is not None:
         draw(created, output)
-    console.topology(created)
+    console.facts(describe(created))
+    for step in steps(created):
+        console.rows(None if created.static else f"step {step}", adjacency(created, step))
 
 
 # --- algorithms -------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def check(toml: Spec = None, site: SiteName = None, overrides: Overrides = None)
         console.line(finding.text, f"{finding.level}: ")
     counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning", "note")}
     unreached = "; not checked against partitions: no Slurm here" if counts["note"] else ""  # what notes are about
-    console.note(", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items()) + unreached)
+    console.note(", ".join(console.count(n, level) for level, n in counts.items()) + unreached)
     raise typer.Exit(int(counts["error"] > 0))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hpcdist.tools.baselines.base import Library
 
@@ -39,9 +40,7 @@ class HorovodOptimizer(Library):
         running, _ = horovod.join(comm, horovod.Tuning.of(None, None))
         self._hvd = running.hvd
 
-    def wrap(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, passes: int
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def wrap(self, module: nn.Module, optimizer: Optimizer, passes: int) -> tuple[nn.Module, Optimizer]:
         self._hvd.broadcast_parameters(module.state_dict(), root_rank=0)
         # No broadcast_optimizer_state: a new optimizer has no state, and Horovod would take a step to create it.
         named = module.named_parameters()

@@ -170,9 +170,7 @@ def sweep() -> None:
 
 @app.command(hidden=True)
 @on_all_ranks
-def trial(
-    output: Annotated[Path, typer.Option(envvar="HPCDIST_RUN", help="Folder of the run.")],
-) -> None:
+def trial(output: Annotated[Path, typer.Option(envvar="HPCDIST_RUN", help="Folder of the run.")]) -> None:
     """Execute one run of a sweep, or of a script, on the ranks that compare, simulate or sweep started. Collective."""
     from hpcdist import session
     from hpcdist.comm.launch import job_end

@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import Self
 
@@ -15,6 +15,7 @@ from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import sparse
 from hpcdist.compress.coding.elements import mean
 from hpcdist.compress.coding.sparse import Sample
+from hpcdist.config.settings import Field
 
 _PAYLOAD = ((np.float32, 1), (np.uint8, -8))  # the threshold, and a bit per index, set for positive elements
 
@@ -45,10 +46,8 @@ class Threshold(Compressor):
     """
 
     class Config(Compressor.Config):
-        density: float = Field(0.01, gt=0, le=1, description="approximate part of the elements to send, which sets tau")
-        tau: float | None = Field(
-            None, gt=0, description="value that is sent for each larger element; none: by density"
-        )
+        density: float = Field(0.01, "approximate part of the elements to send, which sets tau", gt=0, le=1)
+        tau: float | None = Field(None, "value that is sent for each larger element; none: by density", gt=0)
 
         @model_validator(mode="after")
         def _one_of_them(self) -> Self:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch.optim import lr_scheduler
 
 from hpcdist.config.files import is_class, load_function
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named
 from hpcdist.errors import ConfigError, UnknownNameError, suggestion
 
 
@@ -25,13 +25,12 @@ class OptimizerConfig(Named):
     2016 (the square root of μλ/B).
     """
 
-    name: str = Field("SGD", description="class of torch.optim; its other options are keys beside the name")
-    lr: float | None = Field(None, ge=0, description="learning rate; none: the default of the optimizer in torch")
+    name: str = Field("SGD", "class of torch.optim; its other options are keys beside the name")
+    lr: float | None = Field(None, "learning rate; none: the default of the optimizer in torch", ge=0)
     scale: Literal["none", "linear", "sqrt"] = Field(
-        "none",
-        description="multiplies the rate by (batch of all workers / reference_batch), or by the square root of this",
+        "none", "multiplies the rate by (batch of all workers / reference_batch), or by the square root of this"
     )
-    reference_batch: int | None = Field(None, ge=1, description="samples per update for which the rate is right")
+    reference_batch: int | None = Field(None, "samples per update for which the rate is right", ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
@@ -143,18 +142,15 @@ class ScheduleConfig(Named):
     """
 
     name: str | None = Field(  # type: ignore[assignment]  # a warm-up needs none
-        None, description="class of torch.optim.lr_scheduler; its options are keys beside it"
+        None, "class of torch.optim.lr_scheduler; its options are keys beside it"
     )
-    per: Literal["epoch", "step"] = Field("epoch", description="unit in which the schedule advances")
+    per: Literal["epoch", "step"] = Field("epoch", "unit in which the schedule advances")
     schedules: list[SchedulePart] = Field(
         default_factory=list, description="tables of the schedules that SequentialLR or ChainedScheduler consists of"
     )
-    warmup_steps: int = Field(0, ge=0, description="steps in which the rate rises evenly before the schedule begins")
+    warmup_steps: int = Field(0, "steps in which the rate rises evenly before the schedule begins", ge=0)
     warmup_from: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="first rate as a part of the full one; none: the unscaled one, or 1 / warmup_steps",
+        None, "first rate as a part of the full one; none: the unscaled one, or 1 / warmup_steps", gt=0, le=1
     )
 
     @model_validator(mode="after")

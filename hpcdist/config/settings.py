@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
+import pydantic
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Field,
     ValidationError,
     ValidationInfo,
     create_model,
@@ -23,7 +23,9 @@ from pydantic_core import ErrorDetails
 
 from hpcdist.errors import ConfigError, suggestion
 
+_REQUIRED: Any = ...
 S = TypeVar("S", bound="Settings")
+T = TypeVar("T")
 
 # pydantic names Python's types; users write TOML.
 _PLAIN_RULES = {
@@ -55,7 +57,7 @@ class _Refusing(_Meta):
 
 
 class Settings(BaseModel, metaclass=_Refusing):
-    """The base of all settings: `class Config(Settings): period: int = Field(1, ge=1, description="...")`.
+    """The base of all settings: `class Config(Settings): period: int = Field(1, "...", ge=1)`.
 
     Types are strict (no "4" for 4, no true for 1), with two exceptions that TOML needs: an array stands for a tuple,
     and "none" for None. Numbers are finite, except where infinity means that there is no limit (`allow_inf_nan`).
@@ -86,6 +88,11 @@ class Settings(BaseModel, metaclass=_Refusing):
         if isinstance(value, str) and value == "none" and _admits(annotation, NoneType):
             return None
         return _tuples(value) if isinstance(value, list) and _admits(annotation, tuple) else value
+
+
+def Field(default: T = _REQUIRED, description: str | None = None, **rules: Any) -> T:
+    """Return pydantic's Field of a setting: its default, what it means, and rules such as `ge=1`."""
+    return pydantic.Field(default, description=description, **rules)  # type: ignore[return-value]
 
 
 class MayChange:

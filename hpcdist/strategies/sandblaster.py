@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.config.settings import Field
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
@@ -72,15 +73,15 @@ class Sandblaster(Strategy):
     """
 
     class Config(LbfgsConfig):
-        servers: int = Field(1, ge=1, description="ranks that hold shards of the vectors, besides the coordinator")
-        portions: int = Field(4, ge=1, description="portions of a batch for each worker")
+        servers: int = Field(1, "ranks that hold shards of the vectors, besides the coordinator", ge=1)
+        portions: int = Field(4, "portions of a batch for each worker", ge=1)
         overlap: float = Field(
-            0.0, ge=0, le=0.5,
-            description="part of a batch that the next batch repeats, to compute y; 0: compute y on the whole batch",
-        )  # fmt: skip
-        seed: int = Field(
-            0, ge=0, description="seed of dropout and other random layers, the same in all evaluations of a step"
+            0.0,
+            "part of a batch that the next batch repeats, to compute y; 0: compute y on the whole batch",
+            ge=0,
+            le=0.5,
         )
+        seed: int = Field(0, "seed of dropout and other random layers, the same in all evaluations of a step", ge=0)
 
         @model_validator(mode="after")
         def _searches(self) -> Self:

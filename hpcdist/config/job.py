@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hpcdist.config.optimizer import OWN_RATES, OptimizerConfig, ScheduleConfig
-from hpcdist.config.settings import Field, MayChange, Named, Settings
+from hpcdist.config.settings import Field, MayChange, Named, Settings, joint_rule
 from hpcdist.errors import ConfigError
 
 
@@ -100,8 +100,8 @@ class ParallelConfig(Settings):
         "straight", "where micro-batches go from stage to stage: to the same replica, or to one drawn for each"
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> ParallelConfig:
+    @joint_rule
+    def _check(self) -> None:
         stages, sizes = self.stages * self.chunks, self.sizes
         if sizes is not None and (len(sizes) != stages or min(sizes) < 1):
             raise ValueError(
@@ -109,7 +109,6 @@ class ParallelConfig(Settings):
                 f"{f' times {self.chunks} chunks' * (self.chunks > 1)}; got {', '.join(map(str, sizes)) or 'none'}. "
                 "Change them, or leave them out."
             )
-        return self
 
     @property
     def whole(self) -> bool:
@@ -172,8 +171,8 @@ class JobConfig(Settings):
     def _one_tool_is_several(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> JobConfig:
+    @joint_rule
+    def _fits_together(self) -> None:
         if "accumulation" in self.strategy.options:
             raise ConfigError(
                 "strategy.accumulation must be omitted in a job, whose own setting goes with every strategy; got "
@@ -191,10 +190,9 @@ class JobConfig(Settings):
                 "epochs must be given without a budget; got none. Give it, or budget.samples, budget.steps or "
                 "budget.seconds."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _schedule_fits(self) -> JobConfig:
+    @joint_rule
+    def _schedule_fits(self) -> None:
         if self.optimizer.scale != "none" and self.schedule.name in OWN_RATES:
             raise ConfigError(
                 f"optimizer.scale must be none with {self.schedule.name}, whose own options say the rates; got "
@@ -209,7 +207,6 @@ class JobConfig(Settings):
                 f"{setting} must be at most {total} with OneCycleLR, which has rates for so many {self.schedule.per}s; "
                 f"got {'none' if limit is None else limit}. Give it, or another schedule.total_steps."
             )
-        return self
 
     def with_cut(self, sizes: tuple[int, ...]) -> JobConfig:
         """Return these settings with these numbers of layers for `parallel.cut`."""

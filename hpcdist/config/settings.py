@@ -95,6 +95,16 @@ def Field(default: T = _REQUIRED, description: str | None = None, **rules: Any) 
     return pydantic.Field(default, description=description, **rules)  # type: ignore[return-value]
 
 
+def joint_rule(check: Callable[[Any], None]) -> Any:
+    """Mark a method of settings that raises ValueError if several of them don't go together."""
+
+    def checked(settings: S) -> S:
+        check(settings)
+        return settings
+
+    return model_validator(mode="after")(checked)
+
+
 class MayChange:
     """Marks a setting, in `Annotated`, that does not change what is trained: a resumed run may have another value."""
 

@@ -8,15 +8,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.collectives.calls.tensors import zeros_like
 from hpcdist.collectives.tuning.timing import Trial
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import JointCompression, Reduction, spans
-from hpcdist.config.settings import Field
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
@@ -74,8 +72,8 @@ class AllReduce(Strategy):
         compression: JointCompression = Field(JointCompression(), "how gradients are compressed")
         provider: ProviderConfig = Field(ProviderConfig(), "the library that sums gradients")
 
-        @model_validator(mode="after")
-        def _goes_together(self) -> Self:
+        @joint_rule
+        def _goes_together(self) -> None:
             other = self.provider.name
             if self.provider and self.algorithm != "auto":
                 raise ValueError(
@@ -92,7 +90,6 @@ class AllReduce(Strategy):
                     "strategy.overlap must be off or auto with strategy.compression, which sees all gradients before "
                     "any is sent; got on. Leave it out."
                 )
-            return self
 
         def narrow(self, contract: Contract, size: int) -> Contract:
             return replace(contract, frozen="before" if self.compression or self.provider else "at any time")

@@ -7,12 +7,10 @@ from operator import attrgetter
 from typing import Any, Literal, final
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.settings import Field
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Update
@@ -198,8 +196,8 @@ class AsyncDiLoCo(ServerStrategy):
             "keep", "keep or reset the local optimiser's state at the end of a period"
         )
 
-        @model_validator(mode="after")
-        def _rules_fit(self) -> Self:
+        @joint_rule
+        def _rules_fit(self) -> None:
             if self.spread and self.rule != "delayed_nesterov":
                 raise ValueError(
                     f"strategy.spread must be 0 with strategy.rule {self.rule}, whose momentum is not delayed; got "
@@ -210,7 +208,6 @@ class AsyncDiLoCo(ServerStrategy):
                     "strategy.grace_s must be 0 where strategy.servers is 'colocated', whose ranks wait for their own "
                     f"replies; got {self.grace_s}. Leave it out, or give ranks of their own to the servers."
                 )
-            return self
 
         def optimizer_ranks(self, size: int) -> tuple[int, ...]:
             return ()  # every worker has a local optimiser, and the servers a momentum

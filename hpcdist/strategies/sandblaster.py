@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.settings import Field
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
@@ -83,8 +81,8 @@ class Sandblaster(Strategy):
         )
         seed: int = Field(0, "seed of dropout and other random layers, the same in all evaluations of a step", ge=0)
 
-        @model_validator(mode="after")
-        def _searches(self) -> Self:
+        @joint_rule
+        def _searches(self) -> None:
             if not self.c1 < self.c2:
                 raise ValueError(f"strategy.c1 must be less than strategy.c2; got {self.c1} and {self.c2}.")
             if self.on_nonfinite == "ignore":
@@ -92,7 +90,6 @@ class Sandblaster(Strategy):
                     "strategy.on_nonfinite must be stop or skip with sandblaster, whose line search needs finite "
                     "losses; got ignore. Use skip."
                 )
-            return self
 
         def workers(self, size: int) -> tuple[int, ...]:
             return assign_lbfgs(size, self.servers).workers

@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import WIDE
-from hpcdist.config.settings import Field, Named
+from hpcdist.config.settings import Field, Named, joint_rule
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
@@ -65,8 +63,8 @@ class SlowMo(Periodic):
             "keep", "keep, reset or average the local optimiser's momentum and mean squares at a slow step"
         )
 
-        @model_validator(mode="after")
-        def _has_a_base(self) -> Self:
+        @joint_rule
+        def _has_a_base(self) -> None:
             if self.base.name not in ("local", *BASES):
                 raise ValueError(
                     f"strategy.base must be one of local, {', '.join(BASES)}; got {self.base.name}. Take one of them."
@@ -87,7 +85,6 @@ class SlowMo(Periodic):
                         f"strategy.base.delay must be less than strategy.period, {self.period}, for a slow step drops "
                         f"what is under way; got {delay}. Take a smaller delay, or a longer period."
                     )
-            return self
 
         def base_options(self) -> Strategy.Config:
             """Return the options of a base other than local."""

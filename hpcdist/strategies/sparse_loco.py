@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from pydantic import model_validator
-from typing_extensions import Self
 
 from hpcdist import compress
 from hpcdist.compress import CompressionConfig, Compressor
-from hpcdist.config.settings import Field
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.strategies.synchronous.fragments import Fragment
 from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic
 
@@ -64,8 +63,8 @@ class SparseLoCo(Periodic):
             SparseCompression.from_mapping({}), "how differences are compressed; none would be diloco"
         )
 
-        @model_validator(mode="after")
-        def _sends_parts(self) -> Self:
+        @joint_rule
+        def _sends_parts(self) -> None:
             chosen = compress.load(self.compression.name)
             if not self.compression:
                 raise ValueError(
@@ -77,7 +76,6 @@ class SparseLoCo(Periodic):
                     "strategy.combine must be ranks unless a rank sends some elements and not others; got senders "
                     f"with {self.compression.name}, of which each message has all. Take chunk_topk or topk, or ranks."
                 )
-            return self
 
     config: Config
 

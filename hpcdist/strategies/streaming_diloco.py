@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, final
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist import compress
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction
-from hpcdist.config.settings import Field
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.state import first, mean_of_ranks
@@ -75,8 +73,8 @@ class StreamingDiLoCo(Periodic):
             CompressionConfig(), "how differences are compressed; e3m0 sends four bits per element"
         )
 
-        @model_validator(mode="after")
-        def _merges_before_it_sends_again(self) -> Self:
+        @joint_rule
+        def _merges_before_it_sends_again(self) -> None:
             if not self.lasts_a_period and self.delay >= self.period:
                 raise ValueError(
                     f"strategy.delay must be less than strategy.period, {self.period}, as a fragment is merged "
@@ -92,7 +90,6 @@ class StreamingDiLoCo(Periodic):
                     "strategy.compression of streaming_diloco must remember nothing but what it has not sent; got "
                     f"{self.compression.name}. Take e3m0, qsgd or topk."
                 )
-            return self
 
         @property
         def lasts_a_period(self) -> bool:

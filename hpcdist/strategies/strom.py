@@ -8,15 +8,13 @@ from typing import Any, NamedTuple, final
 
 import networkx as nx
 import torch
-from pydantic import model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import ANY, Communicator, Request
 from hpcdist.compress import CompressionConfig, Feedback, only_used, spans
 from hpcdist.compress.coding.reduction import join_messages, split_message
-from hpcdist.config.settings import Field, Named
+from hpcdist.config.settings import Field, Named, joint_rule
 from hpcdist.errors import RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
@@ -82,14 +80,13 @@ class Strom(Strategy):
         topology: Named = Field(Named(name="complete"), "graph of messages, see `hpcdist topology`")
         add_up: bool = Field(False, "add the updates of all ranks; false averages them")
 
-        @model_validator(mode="after")
-        def _trees_hold_what_they_pass_on(self) -> Self:
+        @joint_rule
+        def _trees_hold_what_they_pass_on(self) -> None:
             if not self.compression.error_feedback and not load(self.topology.name).complete:
                 raise ValueError(
                     "strategy.compression.error_feedback must be true where strategy.topology is not complete, for "
                     "what a rank passes on waits in the residual; got false. Leave it out."
                 )
-            return self
 
     config: Config
     contract = Contract(averages="parameters", synchronizes="never", deaths="others continue")

@@ -14,7 +14,7 @@ from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.none import Uncompressed
-from hpcdist.config.settings import Field, Named
+from hpcdist.config.settings import Field, Named, joint_rule
 from hpcdist.errors import UnknownNameError
 from hpcdist.model.flat import zeroed
 from hpcdist.registry import catalogue
@@ -48,8 +48,8 @@ class CompressionConfig(Named):
                     return {**options, "error_feedback": False}
         return value
 
-    @model_validator(mode="after")
-    def _check(self) -> CompressionConfig:
+    @joint_rule
+    def _check(self) -> None:
         if self.name != NONE:
             chosen = catalogue("compressors").load(self.name)
             if chosen.combines == "majority" and not self._votes:
@@ -72,7 +72,6 @@ class CompressionConfig(Named):
             raise ValueError(
                 f"strategy.compression.name must be one of {known} with option {next(iter(self.options))}; got none."
             )
-        return self
 
     def __bool__(self) -> bool:
         return self.name != NONE

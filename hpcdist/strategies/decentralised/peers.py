@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist import compress
 from hpcdist.comm.chunks import alongside
@@ -23,7 +21,7 @@ from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.comm.transfer import WIDE
 from hpcdist.compress import CompressionConfig
 from hpcdist.compress.fp16 import Cast
-from hpcdist.config.settings import Field
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -46,8 +44,8 @@ class WireConfig(Strategy.Config):
 
     compression: CompressionConfig = Field(CompressionConfig(), "fp16 or bf16: send parameters in half precision")
 
-    @model_validator(mode="after")
-    def _stands_for_itself(self) -> Self:
+    @joint_rule
+    def _stands_for_itself(self) -> None:
         chosen = self.compression
         if chosen and not issubclass(compress.load(chosen.name), Cast):
             raise ValueError(
@@ -59,7 +57,6 @@ class WireConfig(Strategy.Config):
                 "strategy.compression must be without warmup_steps and error_feedback = false where parameters travel "
                 f"in half precision; got {chosen.warmup_steps} and {chosen.error_feedback}. Leave them out."
             )
-        return self
 
 
 class Peers:

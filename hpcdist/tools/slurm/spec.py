@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import model_validator
-
 from hpcdist.config.merge import load
-from hpcdist.config.settings import Field, Settings
+from hpcdist.config.settings import Field, Settings, joint_rule
 from hpcdist.errors import UnknownNameError
 from hpcdist.tools.slurm.places import folder, sites
 from hpcdist.tools.slurm.quoting import Command, EnvName, FileName, FirstWord, Line, LogFolder, Option, Setting, Text
@@ -68,8 +66,8 @@ class JobSpec(Settings):
     requeue: bool = Field(True, "resume in a new job after preemption, a dead node or the time limit")
     warn_s: int = Field(300, "seconds before the time limit at which ranks save and leave", ge=1)
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> JobSpec:
+    @joint_rule
+    def _fits_together(self) -> None:
         needs_payload = self.shape != "interactive"
         if self.job and self.command:
             raise ValueError(f"command must be omitted where job is given; got {self.command}. Take one of the two.")
@@ -84,12 +82,11 @@ class JobSpec(Settings):
         names, cases = len(self.folders), len(self.cases)
         if names not in (0, cases):
             raise ValueError(f"folders must be as many as cases, {cases}; got {names}. Name all of them, or none.")
-        return self
 
-    @model_validator(mode="after")
-    def _stages_fit(self) -> JobSpec:
+    @joint_rule
+    def _stages_fit(self) -> None:
         if self.stages is None:
-            return self
+            return
         if self.shape != "hybrid":
             raise ValueError(f'shape must be hybrid for stages; got {self.shape!r}. Set shape = "hybrid".')
         if self.command:
@@ -101,7 +98,6 @@ class JobSpec(Settings):
                 f"stages must divide {where}, {ranks}; got {self.stages}. A copy of the model has its stages on one "
                 'node, unless settings have "parallel.spread=true".'
             )
-        return self
 
     # --- derived values -----------------------------------------------------------------------------------------------
     @property
@@ -171,13 +167,12 @@ class Site(Settings):
     interface: Line | None = Field(None, "fast network interface, such as ib0")
     hca: Line | None = Field(None, "InfiniBand adapters and ports, such as mlx5_0:1")
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Site:
+    @joint_rule
+    def _fits_together(self) -> None:
         if self.venv and self.conda:
             raise ValueError(f"conda must be omitted where venv is given; got {self.conda!r}. Take one of the two.")
         if self.mpi and self.launcher != "srun":
             raise ValueError(f"mpi must be omitted with the launcher {self.launcher}; got {self.mpi!r}. It is srun's.")
-        return self
 
     def gpus_named(self, count: int) -> str:
         """Format a number of GPUs for sbatch: `4` or `a100:4`."""

@@ -9,15 +9,6 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import pydantic
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ValidationError,
-    ValidationInfo,
-    create_model,
-    field_validator,
-    model_validator,
-)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -46,7 +37,7 @@ _ARGUMENT = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {5,}.+)*)", re.M
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass as _Meta
 else:
-    _Meta = type(BaseModel)
+    _Meta = type(pydantic.BaseModel)
 
 
 class _Refusing(_Meta):
@@ -56,7 +47,7 @@ class _Refusing(_Meta):
         return cls.from_mapping(values)
 
 
-class Settings(BaseModel, metaclass=_Refusing):
+class Settings(pydantic.BaseModel, metaclass=_Refusing):
     """The base of all settings: `class Config(Settings): period: int = Field(1, "...", ge=1)`.
 
     Types are strict (no "4" for 4, no true for 1), with two exceptions that TOML needs: an array stands for a tuple,
@@ -68,19 +59,19 @@ class Settings(BaseModel, metaclass=_Refusing):
         ConfigError: on construction; one line for each setting that breaks its rule.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @classmethod
     def from_mapping(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
         """Create settings from a table; `where` is the table's dotted key, for messages."""
         try:
             return cls.model_validate(dict(values))
-        except ValidationError as error:
+        except pydantic.ValidationError as error:
             raise _refusal(cls, error, where) from None
 
-    @field_validator("*", mode="before")
+    @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _from_toml(cls, value: Any, info: ValidationInfo) -> Any:
+    def _from_toml(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         """Convert what TOML lacks: "none" to None, and arrays to tuples. Refuse integers that JSON files don't hold."""
         if isinstance(value, int) and abs(value) > LARGEST:
             raise ValueError(f"must be between {-LARGEST} and {LARGEST}; got {value}.")
@@ -102,7 +93,7 @@ def joint_rule(check: Callable[[Any], None]) -> Any:
         check(settings)
         return settings
 
-    return model_validator(mode="after")(checked)
+    return pydantic.model_validator(mode="after")(checked)
 
 
 class MayChange:
@@ -124,11 +115,11 @@ def without_changeable(model: type[Settings], values: Mapping[str, Any]) -> dict
 class Named(Settings):
     """An algorithm's name, or `path/to/file.py:Class`, with its options beside it. A string alone is the name."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = pydantic.ConfigDict(extra="allow")
 
     name: str
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
@@ -152,7 +143,7 @@ def options_of(function: Callable[..., Any]) -> type[Settings]:
         if p.kind is p.KEYWORD_ONLY:
             default = ... if p.default is p.empty else p.default
             fields[p.name] = hints[p.name], Field(default, description=meaning(function, p.name))
-    return create_model("Options", __base__=Settings, **fields)
+    return pydantic.create_model("Options", __base__=Settings, **fields)
 
 
 def meaning(function: Callable[..., Any], argument: str) -> str:
@@ -194,7 +185,7 @@ def describe(model: type[Settings], where: str = "", current: Settings | None = 
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
-def _refusal(model: type[Settings], error: ValidationError, where: str) -> ConfigError:
+def _refusal(model: type[Settings], error: pydantic.ValidationError, where: str) -> ConfigError:
     """Convert pydantic's error into ours; `where` is the dotted key of the model's table."""
     details = error.errors(include_url=False)
     raised = details[0].get("ctx", {}).get("error")

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools import completion
+from hpcdist.registry import catalogue
 from hpcdist.tools.options import argument, option
 
 ROOT = Path(__file__).parents[3]  # of a checkout
@@ -116,7 +116,7 @@ def whole_number(meaning: str) -> Any:
 
 def plugin(group: str, meaning: str) -> Any:
     """Return an option for the name of a plug-in."""
-    return option("NAME", meaning, autocompletion=completion.names(group))
+    return option("NAME", meaning, autocompletion=catalogue(group).available)
 
 
 Json = Annotated[Path | None, option("FILE", "Also write all values to this file.", "--json", callback=writable)]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools import completion, console
+from hpcdist.tools import console
 from hpcdist.tools.cli.base import command_group, writable
 from hpcdist.tools.options import Overrides, argument, flag, option
+from hpcdist.tools.slurm.places import sites
 
 if TYPE_CHECKING:  # its module imports pydantic
     from hpcdist.tools.slurm.spec import JobSpec, Site
@@ -20,9 +21,7 @@ app = command_group("slurm", "Batch jobs: write a batch script from a job's file
 Spec = Annotated[Path | None, argument("TOML", "File of the job's settings. Default: only --set.")]
 SiteName = Annotated[
     str | None,
-    option(
-        "NAME|TOML", "Profile of the cluster: a name, or a file of yours.", "--site", autocompletion=completion.sites
-    ),
+    option("NAME|TOML", "Profile of the cluster: a name, or a file of yours.", "--site", autocompletion=sites),
 ]
 
 

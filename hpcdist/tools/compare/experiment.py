@@ -21,6 +21,7 @@ from typer import Option
 from hpcdist.errors import ConfigError, DataError, UnknownNameError
 from hpcdist.tools import completion
 from hpcdist.tools.options import Launcher, option, read_counts, read_number, read_target
+from hpcdist.tools.slurm.places import sites
 
 E = TypeVar("E", bound="Experiment")
 COUNT = Interval(ge=1, le=100_000)  # limit for values read from files
@@ -294,7 +295,7 @@ class Execution:
         option(
             "SITE",
             "Submit the runs as Slurm's job arrays: a cluster's profile, NAME or TOML.",
-            autocompletion=completion.sites,
+            autocompletion=sites,
         ),
     ] = None
     slurm_set: Annotated[

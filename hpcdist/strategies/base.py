@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.chunks import some_values
 from hpcdist.comm.communicator import Communicator, Traffic
-from hpcdist.config.settings import Settings
+from hpcdist.config.settings import Field, Settings
 from hpcdist.errors import ConfigError, RankFailedError, refuse_former
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
@@ -84,7 +84,7 @@ class Strategy(abc.ABC):
         """Options that all strategies have, and the ranks' roles, which depend on the options."""
 
         on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
-            "stop", description="at a NaN or infinite gradient end the run, skip the update, or ignore it"
+            "stop", "at a NaN or infinite gradient end the run, skip the update, or ignore it"
         )
 
         @classmethod

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
@@ -72,18 +71,18 @@ class Sandblaster(Strategy):
     """
 
     class Config(LbfgsConfig):
-        servers: int = Field(1, ge=1, description="ranks that hold shards of the vectors, besides the coordinator")
-        portions: int = Field(4, ge=1, description="portions of a batch for each worker")
+        servers: int = Field(1, "ranks that hold shards of the vectors, besides the coordinator", ge=1)
+        portions: int = Field(4, "portions of a batch for each worker", ge=1)
         overlap: float = Field(
-            0.0, ge=0, le=0.5,
-            description="part of a batch that the next batch repeats, to compute y; 0: compute y on the whole batch",
-        )  # fmt: skip
-        seed: int = Field(
-            0, ge=0, description="seed of dropout and other random layers, the same in all evaluations of a step"
+            0.0,
+            "part of a batch that the next batch repeats, to compute y; 0: compute y on the whole batch",
+            ge=0,
+            le=0.5,
         )
+        seed: int = Field(0, "seed of dropout and other random layers, the same in all evaluations of a step", ge=0)
 
-        @model_validator(mode="after")
-        def _searches(self) -> Self:
+        @joint_rule
+        def _searches(self) -> None:
             if not self.c1 < self.c2:
                 raise ValueError(f"strategy.c1 must be less than strategy.c2; got {self.c1} and {self.c2}.")
             if self.on_nonfinite == "ignore":
@@ -91,7 +90,6 @@ class Sandblaster(Strategy):
                     "strategy.on_nonfinite must be stop or skip with sandblaster, whose line search needs finite "
                     "losses; got ignore. Use skip."
                 )
-            return self
 
         def workers(self, size: int) -> tuple[int, ...]:
             return assign_lbfgs(size, self.servers).workers

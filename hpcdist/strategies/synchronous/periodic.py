@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.collectives.calls import Work
 from hpcdist.collectives.calls.tensors import zeros_like
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction
+from hpcdist.config.settings import Field
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
@@ -50,10 +50,10 @@ class Periodic(Strategy):
     """
 
     class Config(Strategy.Config):
-        period: int = Field(10, ge=1, description="H: steps between two exchanges of all ranks")
-        algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
+        period: int = Field(10, "H: steps between two exchanges of all ranks", ge=1)
+        algorithm: str = Field("auto", "all-reduce algorithm; auto chooses by size and ranks")
         compression: CompressionConfig = Field(
-            CompressionConfig(), description="how differences are compressed; its warmup_steps count exchanges"
+            CompressionConfig(), "how differences are compressed; its warmup_steps count exchanges"
         )
 
         @property
@@ -253,9 +253,7 @@ class Periodic(Strategy):
 class OverlapConfig(Periodic.Config):
     """Options of strategies that exchange all parameters at the same time."""
 
-    overlap: bool = Field(
-        False, description="exchange while the next step computes, and merge the result after that step"
-    )
+    overlap: bool = Field(False, "exchange while the next step computes, and merge the result after that step")
 
     @property
     def steps_in_flight(self) -> float:

@@ -7,11 +7,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import Field
-
 from hpcdist.comm.virtual import ComputeModel, Constant, Exponential, Jitter, Network, Replay, SlowSteps, Straggler
 from hpcdist.config.merge import load
-from hpcdist.config.settings import Settings
+from hpcdist.config.settings import Field, Settings
 from hpcdist.errors import ConfigError
 from hpcdist.records import read_records
 
@@ -31,10 +29,10 @@ StepSeconds = Callable[[float | None], float]  # converts the given seconds of a
 class ClusterConfig(Settings):
     """A virtual cluster: the links between its ranks, and the times of their steps."""
 
-    network: str = Field("20us,10Gbit/s", description="latency and bandwidth of each link")
-    intra_network: str | None = Field(None, description="the same for ranks of one node; none: as network")
-    ranks_per_node: int | None = Field(None, ge=1, description="ranks on each node; none is one")
-    compute: str = Field(MEASURED, description=f"{MEASURED}, or {MODELS}; SECONDS may be `{MEASURED}`")
+    network: str = Field("20us,10Gbit/s", "latency and bandwidth of each link")
+    intra_network: str | None = Field(None, "the same for ranks of one node; none: as network")
+    ranks_per_node: int | None = Field(None, "ranks on each node; none is one", ge=1)
+    compute: str = Field(MEASURED, f"{MEASURED}, or {MODELS}; SECONDS may be `{MEASURED}`")
 
     def links(self) -> Network:
         """Return the network; raise ConfigError if a link can't be parsed."""

@@ -106,6 +106,9 @@ def gradients_flow():
     own = torch.ones(3, requires_grad=True)
     hvd.allreduce(own, op=hvd.Sum).sum().backward()
     require(own.grad.tolist() == [size] * 3)
+    for op in (hvd.Max, hvd.Min, hvd.Product, hvd.Adasum):  # the same call on gradients would give wrong ones
+        result = hvd.allreduce(torch.full((2,), 1.0 + rank, requires_grad=True), op=op)
+        raises(ValueError, "op of tensors with gradients must be Average or Sum", result.sum().backward)
     own = torch.ones(2, requires_grad=True)
     hvd.broadcast(own, 0).sum().backward()
     require(own.grad.tolist() == ([1.0] * 2 if rank == 0 else [0.0] * 2), own.grad)

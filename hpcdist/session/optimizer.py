@@ -410,7 +410,7 @@ def DistributedOptimizer(
     session.serves, session.workers = session.serves or not instance.is_worker, worker_ranks
     if isinstance(model, PartOfModel):
         model.optimizers.append(distributed)
-    if session.run is not None and session.run.start(distributed, worker_ranks, settings_of(distributed)):
+    if session.run is not None and session.run.start(distributed, worker_ranks, settings_of(distributed), stages):
         distributed.attachment.write = session.run.write
         if session.planned is not None:  # on virtual ranks; no effect on real ones
             distributed.attachment.compute = session.comm.compute

@@ -19,7 +19,7 @@ from hpcdist.config.settings import Field, Settings
 from hpcdist.errors import ConfigError, RankFailedError, refuse_former
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
-from hpcdist.parallel.agreement import Agreement
+from hpcdist.parallel.agreement import Agreement, PartOfModel
 from hpcdist.records import StepRecord
 from hpcdist.records.run import FORMER_OPTIONS
 from hpcdist.strategies.common.contract import Contract
@@ -187,7 +187,7 @@ class Strategy(abc.ABC):
         self.is_worker = comm.rank in config.workers(comm.size)
         self.hyperparameters = Hyperparameters(optimizer)
         self.gradients = LocalGradients(comm, model, config.on_nonfinite, clip_norm, stages)
-        self.records = Recorder(comm, on_record)
+        self.records = Recorder(comm, on_record, model.module if isinstance(model.module, PartOfModel) else None)
         self.state = State(comm, model)
         self._opened: list[Resource] = []
         self.steps = self.state.value("steps", 0, self, reshard="first")

@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
 def amount(n_bytes: float) -> str:
     """Format a number of bytes with three digits: 12.3 kB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
+        if n_bytes < 999.5:  # 1000 with three digits
             return f"{n_bytes:.3g} {unit}"
         n_bytes /= 1000
     return f"{n_bytes:.3g} TB"

@@ -221,8 +221,8 @@ class Run:
 
     @property
     def loss(self) -> float | None:
-        """Return the mean of the ranks' newest training losses; None without any."""
-        losses = self.steps.losses.values()
+        """Return the mean of the ranks' newest training losses, without ranks of earlier starts; None without any."""
+        losses = [loss for rank, loss in self.steps.losses.items() if not self.start or rank < self.start.ranks]
         return statistics.fmean(losses) if losses else None
 
 

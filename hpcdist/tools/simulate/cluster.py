@@ -44,7 +44,7 @@ class ClusterConfig(Settings):
         times: list[float] = []
         # append returns None, so that the parser gets 1.0 for each time.
         self.steps(lambda given_s: times.append(given_s or 0.0) or 1.0)  # type: ignore[func-returns-value]
-        return f"{self.compute} ({times[0]:g} s)" if times and times[0] else self.compute
+        return f"{self.compute} ({times[0]:g} s)" if len(set(times)) == 1 and times[0] else self.compute
 
     def steps(self, step_s: StepSeconds) -> ComputeModel:
         """Return the model of step times, in seconds from `step_s`; raise ConfigError if `compute` can't be parsed."""
@@ -100,7 +100,7 @@ def _model(text: str, step_s: StepSeconds) -> ComputeModel:
         if not Path(rest).is_dir():
             raise ConfigError(f"compute must be replay:RUN with a run's folder; got {text!r}, which does not exist.")
         records = read_records(rest)
-        return Replay(rest, [[record.computing_s for record in records[rank]] for rank in sorted(records)])
+        return Replay(rest, [[step_s(record.computing_s) for record in records[rank]] for rank in sorted(records)])
     raise ConfigError(f"compute must be {MEASURED}, {MODELS}; got {text!r}.")
 
 

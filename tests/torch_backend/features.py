@@ -313,6 +313,9 @@ def sparse_gradients():
     own = torch.sparse_coo_tensor(torch.tensor([[rank, rank + 1]]), torch.ones(2), (size + 1,))
     dist.all_reduce(own)
     require(own.to_dense().tolist() == [1, *[2] * (size - 1), 1])
+    dist.all_reduce(own.clone(), async_op=True)
+    dist.barrier()
+    require(RELEASED[-1].result() == [])  # of the work that nobody holds
     group, dense, calls = dist.group.WORLD, torch.ones(2), dist.group.WORLD._get_sequence_number_for_group()
     works = [dist.all_reduce(one, async_op=True) for one in (dense, own, dense)]
     for work in reversed(works):
@@ -401,6 +404,17 @@ def messages():
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     require(found.tolist() == [float((rank - 1) % size)] * 5)
+
+
+@feature
+def results_of_works_are_lists_of_tensors():
+    own, parts = torch.ones(2), [torch.empty(2) for _ in range(size)]
+    for work, count in (
+        (dist.all_reduce(own, async_op=True), 1), (dist.all_gather(parts, own, async_op=True), size),
+        (dist.gather(own, None if rank else parts, async_op=True), 0 if rank else size),
+        (dist.all_to_all(parts, parts, async_op=True), size),
+    ):  # fmt: skip
+        require(len(work.get_future().wait()) == count and all(torch.is_tensor(each) for each in work.result()))
 
 
 @feature

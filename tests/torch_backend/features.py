@@ -407,6 +407,23 @@ def messages():
 
 
 @feature
+def messages_that_nobody_waits_for_arrive():
+    for number in range(8):  # the tensors have no other reference
+        dist.isend(torch.full((100, 300), float(number)).t(), (rank + 1) % size, tag=number % 2)
+        dist.irecv(torch.zeros(30_000), (rank - 1) % size, tag=2)
+    others, found = [torch.zeros(30_000) for _ in range(40)], torch.empty(300, 100)
+    for number in (0, 2, 4, 6, 1, 3, 5, 7):
+        dist.recv(found, (rank - 1) % size, tag=number % 2)
+        require(found.unique().tolist() == [float(number)], number)
+    for _ in range(8):
+        dist.send(torch.ones(30_000), (rank + 1) % size, tag=2)
+    dist.barrier()
+    dist.isend(found, (rank + 1) % size, tag=3)
+    dist.recv(found, (rank - 1) % size, tag=3)
+    require(not any(each.any() for each in others) and len(dist.group.WORLD.comm.calls.abandoned) <= 1)
+
+
+@feature
 def results_of_works_are_lists_of_tensors():
     own, parts = torch.ones(2), [torch.empty(2) for _ in range(size)]
     for work, count in (

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -421,6 +421,32 @@ def messages_that_nobody_waits_for_arrive():
     dist.isend(found, (rank + 1) % size, tag=3)
     dist.recv(found, (rank - 1) % size, tag=3)
     require(not any(each.any() for each in others) and len(dist.group.WORLD.comm.calls.abandoned) <= 1)
+
+
+@feature
+def memory_can_be_resized_after_calls():
+    group = dist.group.WORLD
+    for dtype, n in itertools.product((torch.float32, torch.bfloat16, torch.int64, torch.bool), (4, 4000)):
+        own, whole = torch.ones(n, dtype=dtype), torch.ones(n * size, dtype=dtype)
+        for call in (
+            lambda: dist.all_reduce(own, dist.ReduceOp.MAX), lambda: dist.broadcast(own, 0),
+            lambda: group._allgather_base(whole, own).wait(), lambda: group._reduce_scatter_base(own, whole).wait(),
+            lambda: dist.all_to_all_single(whole, whole.clone()), lambda: dist.all_reduce(own),
+        ):  # fmt: skip
+            call(), call()
+            for tensor in (own, whole):
+                tensor.untyped_storage().resize_(0)
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+                tensor.fill_(1)
+
+
+@feature
+def fsdp1_in_mixed_precision():
+    half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    net = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), mixed_precision=half)
+    train(net, sgd(net.parameters()), inputs[mine], targets[mine])
+    with FullyShardedDataParallel.summon_full_params(net):
+        same(net.parameters(), alone(), 2e-2)
 
 
 @feature

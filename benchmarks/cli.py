@@ -13,17 +13,16 @@ import typer
 import hpcdist as hd  # its init imports torch when it is called, and not before
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import Json, plugin, whole_number
+from hpcdist.tools.options import option
 
 app = typer.Typer(rich_markup_mode=None)
-Sizes = Annotated[
-    list[int] | None, typer.Option(metavar="BYTES", help="Length of the longest tensor. May be repeated.")
-]
+Sizes = Annotated[list[int] | None, option("BYTES", "Length of the longest tensor. May be repeated.")]
 Rounds = Annotated[int, whole_number("Times that each side is measured. The median counts.")]
 
 
 def _calls(*more: str) -> Any:
     names = ", ".join(["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", *more])
-    return typer.Option(metavar="NAME", help=f"{names}. May be repeated. Default: all.")
+    return option("NAME", f"{names}. May be repeated. Default: all.")
 
 
 def _run(title: str, measure: Callable[..., list[dict]], path: Path | None, **options: object) -> None:
@@ -59,8 +58,7 @@ def _chosen(given: Sequence[str] | None, known: Sequence[str]) -> Sequence[str]:
 def allreduce(
     sizes: Sizes = None,
     algorithm: Annotated[
-        list[str] | None,
-        plugin("collectives", "Algorithm to measure. May be repeated. Default: auto and all others."),
+        list[str] | None, plugin("collectives", "Algorithm to measure. May be repeated. Default: auto and all others.")
     ] = None,
     rounds: Rounds = 15,
     json_path: Json = None,
@@ -79,9 +77,7 @@ def collectives(
     call: Annotated[list[str] | None, _calls()] = None,
     sizes: Sizes = None,
     rounds: Rounds = 15,
-    other: Annotated[
-        Path | None, typer.Option("--with", metavar="ENVIRONMENT", help="Also measure the MPI library of this one.")
-    ] = None,
+    other: Annotated[Path | None, option("ENVIRONMENT", "Also measure the MPI library of this one.", "--with")] = None,
     json_path: Json = None,
 ) -> None:
     """Time every collective call on float32 tensors: hpcdist's, MPI's, gloo's, another MPI library's.
@@ -158,9 +154,7 @@ def loader(
 @app.command()
 def checkpoint(
     rounds: Rounds = 9,
-    folder: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where files are made. Default: the temporary folder.")
-    ] = None,
+    folder: Annotated[Path | None, option("FOLDER", "Where files are made. Default: the temporary folder.")] = None,
     json_path: Json = None,
 ) -> None:
     """Time hd.save and hd.load, torch's calls, and training steps with and without checkpoints.
@@ -185,9 +179,7 @@ def window(rounds: Rounds = 15, json_path: Json = None) -> None:
 
 @app.command()
 def server(
-    sizes: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Number of parameters (float32). May be repeated.")
-    ] = None,
+    sizes: Annotated[list[int] | None, option("N", "Number of parameters (float32). May be repeated.")] = None,
     rounds: Rounds = 5,
     json_path: Json = None,
 ) -> None:

@@ -20,37 +20,11 @@ if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
     from hpcdist.tools.slurm.submit import Future, submit
 
 __all__ = [
-    "DistributedOptimizer",
-    "Future",
-    "Leaving",
-    "SyncBatchNorm",
-    "allgather",
-    "allreduce",
-    "barrier",
-    "broadcast",
-    "compare",
-    "consensus",
-    "device_mesh",
-    "finish",
-    "init",
-    "is_main",
-    "load",
-    "local_rank",
-    "local_shards",
-    "local_size",
-    "log_metrics",
-    "metric",
-    "pipeline",
-    "rank",
-    "read_runs",
-    "save",
-    "shard",
-    "simulate",
-    "size",
-    "submit",
-    "sweep",
-    "unsplit",
-]
+    "DistributedOptimizer", "Future", "Leaving", "SyncBatchNorm", "allgather", "allreduce", "barrier", "broadcast",
+    "compare", "consensus", "device_mesh", "finish", "init", "is_main", "load", "local_rank", "local_shards",
+    "local_size", "log_metrics", "metric", "pipeline", "rank", "read_runs", "save", "shard", "simulate", "size",
+    "submit", "sweep", "unsplit",
+]  # fmt: skip
 # Names of the tools, by their modules; all others are in hpcdist.session.
 _TOOLS = {
     "Future": "slurm.submit",

@@ -176,6 +176,7 @@ def test_lines_have_the_epoch_that_is_under_way_or_has_just_ended(capsys):
 def test_durations_and_bytes():
     assert list(map(console.duration, (5.4, 200, 7500))) == ["5 s", "3 min 20 s", "2 h 05 min"]
     assert list(map(console.amount, (999, 12345, 2.5e6, 3e9, 4e13))) == ["999 B", "12.3 kB", "2.5 MB", "3 GB", "40 TB"]
+    assert list(map(console.amount, (999.4, 999.6, 999_600))) == ["999 B", "1 kB", "1 MB"], "rounded to three digits"
 
 
 FIGURES = {"accuracy": "0.9722 ± 0.0031", "seconds": 12.5}

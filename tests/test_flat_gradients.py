@@ -112,6 +112,23 @@ def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both
     assert sent == [[8, 8, 5, 5]]
 
 
+def test_a_bucket_waits_for_hooks_that_were_registered_later():
+    """They may change its gradients, while a thread would send them."""
+    module, model = pair()
+    sent = []
+    model.gradients.on_bucket = lambda bucket: sent.append(bucket.grads.tolist())
+
+    def double(p):
+        p.grad.mul_(2)
+
+    module[1].weight.register_post_accumulate_grad_hook(double)
+    model.gradients.announce()
+    sum(layer(torch.ones(1, 2)).sum() for layer in module).backward()
+    assert sent == []
+    model.gradients.collect(last=True)
+    assert sent == [[1, 1, 2, 2]]
+
+
 def test_gradients_replaced_after_they_were_announced_are_refused():
     for new, got in ((None, "None"), (torch.zeros(1, 2), "another tensor")):
         module, model = pair()

@@ -19,6 +19,7 @@ from hpcdist.errors import DataError
 from hpcdist.records import (
     RecordWriter,
     StepRecord,
+    continue_records,
     digest,
     load_summary,
     read_records,
@@ -112,6 +113,19 @@ def test_a_restart_supersedes_what_it_repeats_and_deletes_nothing(tmp_path):
     assert read_records(tmp_path) == {0: [StepRecord(1, clock=2)]}
 
 
+def test_a_restart_on_other_ranks_supersedes_what_each_had_done_after_the_checkpoint(tmp_path):
+    """A server's steps are updates; ranks that are there no longer write nothing, but their steps are repeated, too."""
+    for rank, steps in enumerate((9, 4, 4)):
+        written(record_path(tmp_path, rank), *(StepRecord(step) for step in range(1, steps + 1)))
+    for rank in (0, 1):
+        continue_records(tmp_path, rank, 2, 4, saved=(7, 3, 3)).close()
+    assert [len(of_rank) for of_rank in read_records(tmp_path).values()] == [7, 3, 3]
+    continue_records(tmp_path, 0, 1, 3, saved=()).close()
+    assert [len(of_rank) for of_rank in read_records(tmp_path).values()] == [2, 2, 2], "a start on the same ranks"
+    continue_records(tmp_path, 0, 1, 1, saved=()).close()
+    assert not any(read_records(tmp_path).values()), "a start without a checkpoint"
+
+
 def test_a_cut_anywhere_in_the_last_line_loses_that_record_alone(tmp_path):
     path = written(record_path(tmp_path, 0), StepRecord(1), StepRecord(2))
     whole = path.read_bytes()
@@ -202,6 +216,18 @@ def test_a_summary_of_steps_without_samples_and_of_a_run_without_records():
     summary = summarise({0: [], 1: []}, workers=2, **GIVEN)
     assert (summary.workers, summary.samples, summary.bytes_per_step) == (2, 0, 0)
     assert summarise({0: [RECORD], 1: []}, workers=2, **GIVEN).workers == 1
+    former = {rank: [full] for rank in range(3)}
+    assert summarise(former, workers=2, **GIVEN).workers == 2, "the third is from a start on more ranks"
+
+
+def test_a_summary_of_a_loop_that_counts_no_samples():
+    """All of its ranks are workers, and all records steps: also those that exchange nothing."""
+    alone, together = StepRecord(1, computing_s=2.0), StepRecord(2, bytes_sent=90, messages_sent=4, waiting_s=1.0)
+    skipped = StepRecord(3, event="skipped: a gradient was NaN")
+    summary = summarise({0: [alone, together, skipped], 1: [alone, together, alone]}, workers=2, **GIVEN)
+    assert (summary.samples, summary.workers, summary.skipped) == (0, 2, 1)
+    assert (summary.bytes_per_step, summary.messages_per_step) == (30, 4 / 3)
+    assert summary.seconds.model_dump() == {"computing": 3.0, "communicating": 0.0, "waiting": 1.0}
 
 
 def test_a_summary_is_read_back_with_what_was_added_to_it(tmp_path):

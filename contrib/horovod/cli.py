@@ -11,7 +11,7 @@ import typer
 
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import whole_number
-from hpcdist.tools.options import Launcher
+from hpcdist.tools.options import Launcher, flag, option
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -31,17 +31,13 @@ class Gpu(str, enum.Enum):
 def build(
     gpu: Annotated[Gpu, typer.Option(help="Sums on GPUs by NCCL. auto: if CUDA and NCCL are there.")] = Gpu.auto,
     install: Annotated[bool, typer.Option(help="Install the wheel into this environment.")] = True,
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build again, even if the cache has a wheel.")] = False,
-    source: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Source package of Horovod, for machines without network.")
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder that keeps wheels. Default: in ~/.cache.")
-    ] = None,
-    mpicxx: Annotated[str | None, typer.Option(metavar="PROGRAM", help="MPI compiler.")] = None,
-    cxx: Annotated[str | None, typer.Option(metavar="PROGRAM", help="C++ compiler.")] = None,
-    cuda_home: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder that has bin/nvcc.")] = None,
-    nccl_home: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder that has include/nccl.h.")] = None,
+    rebuild: Annotated[bool, flag("--rebuild", "Build again, even if the cache has a wheel.")] = False,
+    source: Annotated[Path | None, option("FILE", "Source package of Horovod, for machines without network.")] = None,
+    cache: Annotated[Path | None, option("FOLDER", "Folder that keeps wheels. Default: in ~/.cache.")] = None,
+    mpicxx: Annotated[str | None, option("PROGRAM", "MPI compiler.")] = None,
+    cxx: Annotated[str | None, option("PROGRAM", "C++ compiler.")] = None,
+    cuda_home: Annotated[Path | None, option("FOLDER", "Folder that has bin/nvcc.")] = None,
+    nccl_home: Annotated[Path | None, option("FOLDER", "Folder that has include/nccl.h.")] = None,
     launcher: Launcher = None,
     jobs: Annotated[int | None, whole_number("Compilers at the same time. Default: by cores and memory.")] = None,
 ) -> None:

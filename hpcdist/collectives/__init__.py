@@ -7,7 +7,5 @@ from collections.abc import Callable
 from hpcdist.collectives.base import AllReduce
 from hpcdist.registry import catalogue
 
-__all__ = ["AllReduce", "available", "load"]
-
 available = catalogue("collectives").available
 load: Callable[[str], type[AllReduce]] = catalogue("collectives").load

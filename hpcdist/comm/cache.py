@@ -8,15 +8,12 @@ import platform
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import platformdirs
 from pydantic import ValidationError
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.records import read_bounded, replacing
-
-if TYPE_CHECKING:
-    from hpcdist.comm.communicator import Communicator
 
 
 def cache_file(kind: str, *depends_on: object, folder: Path | None = None) -> Path:

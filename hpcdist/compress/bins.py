@@ -6,11 +6,11 @@ from typing import final
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor
 from hpcdist.compress.coding.centroids import add_parts, encode_parts
+from hpcdist.config.settings import Field
 
 
 @final
@@ -32,7 +32,7 @@ class Bins(Compressor):
     """
 
     class Config(Compressor.Config):
-        bits: int = Field(2, ge=2, le=8, description="bits of an element before entropy coding")
+        bits: int = Field(2, "bits of an element before entropy coding", ge=2, le=8)
 
     config: Config
 

@@ -8,7 +8,6 @@ from typing import Literal, final
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.chunks import alongside
@@ -17,6 +16,7 @@ from hpcdist.compress.coding import sparse
 from hpcdist.compress.coding.blocks import Blocks
 from hpcdist.compress.coding.centroids import add_parts, encode_parts
 from hpcdist.compress.coding.elements import FLOATS, as_sent
+from hpcdist.config.settings import Field
 
 _BINS = 4  # of 2bit
 
@@ -45,15 +45,13 @@ class ChunkTopk(Compressor):
     """
 
     class Config(Compressor.Config):
-        ratio: float = Field(1 / 64, gt=0, le=1, description="part of the elements of a chunk to send")
+        ratio: float = Field(1 / 64, "part of the elements of a chunk to send", gt=0, le=1)
         keep: int | None = Field(
-            None, ge=1, description="elements of each chunk to send, all of a smaller chunk; none: the part ratio"
+            None, "elements of each chunk to send, all of a smaller chunk; none: the part ratio", ge=1
         )
-        side: int = Field(64, ge=1, description="largest number of rows and of columns of a chunk, or of its elements")
-        values: Literal["fp16", "fp32", "fp64", "2bit"] = Field("fp32", description="type in which values are sent")
-        decay: float = Field(
-            1.0, ge=0, le=1, description="factor of the residual before each message; needs error_feedback"
-        )
+        side: int = Field(64, "largest number of rows and of columns of a chunk, or of its elements", ge=1)
+        values: Literal["fp16", "fp32", "fp64", "2bit"] = Field("fp32", "type in which values are sent")
+        decay: float = Field(1.0, "factor of the residual before each message; needs error_feedback", ge=0, le=1)
 
         def check_without_feedback(self) -> None:
             if self.decay != 1:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.compress.base import Span
 from hpcdist.compress.coding.elements import mean
 from hpcdist.compress.topk import Largest
+from hpcdist.config.settings import Field
 
 _FIRST_RATIO = 0.25  # of the warm-up, as in the paper
 
@@ -41,13 +41,13 @@ class Dgc(Largest):
     """
 
     class Config(Largest.Config):
-        ratio: float = Field(0.001, gt=0, le=1, description="part of the elements to send")
-        momentum: float = Field(0.9, ge=0, lt=1, description="momentum: factor of a velocity from step to step")
-        nesterov: bool = Field(False, description="Nesterov's momentum: velocities are added one step ahead")
-        masking: bool = Field(True, description="set velocities of sent elements to 0 (momentum factor masking)")
-        ramp_steps: int = Field(0, ge=0, description="steps in which the ratio falls from 0.25; a larger ratio stays")
-        clip_norm: float | None = Field(  # the paper has 1/√p of the whole gradient's
-            None, gt=0, allow_inf_nan=True, description="largest norm of a rank's gradient, or of its part for a server"
+        ratio: float = Field(0.001, "part of the elements to send", gt=0, le=1)
+        momentum: float = Field(0.9, "momentum: factor of a velocity from step to step", ge=0, lt=1)
+        nesterov: bool = Field(False, "Nesterov's momentum: velocities are added one step ahead")
+        masking: bool = Field(True, "set velocities of sent elements to 0 (momentum factor masking)")
+        ramp_steps: int = Field(0, "steps in which the ratio falls from 0.25; a larger ratio stays", ge=0)
+        clip_norm: float | None = Field(
+            None, "largest norm of a rank's gradient, or of its part for a server", gt=0, allow_inf_nan=True
         )
 
     config: Config

@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple, final
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding.elements import BITS, MAX_SCALE, add_by_bit, views
+from hpcdist.config.settings import Field
 
 
 class _Part(NamedTuple):
@@ -49,7 +49,7 @@ class OneBit(Compressor):
 
     class Config(Compressor.Config):
         means: Literal["parameter", "row"] = Field(
-            "parameter", description="one pair of means for each parameter, or for each row of its matrix"
+            "parameter", "one pair of means for each parameter, or for each row of its matrix"
         )
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):

@@ -8,11 +8,11 @@ from typing import NamedTuple, final
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.chunks import CHUNK, slices
 from hpcdist.compress.base import Linear, Span
+from hpcdist.config.settings import Field
 
 
 class _Matrix(NamedTuple):
@@ -47,7 +47,7 @@ class PowerSgd(Linear):
     """
 
     class Config(Linear.Config):
-        rank: int = Field(2, ge=1, description="r, the rank of the approximation: columns of the matrices P and Q")
+        rank: int = Field(2, "r, the rank of the approximation: columns of the matrices P and Q", ge=1)
 
     config: Config
     remembers = ("start",)

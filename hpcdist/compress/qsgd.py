@@ -8,12 +8,12 @@ from typing import Literal, final
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding.elements import MAX_SCALE, MIN_SCALE, views
+from hpcdist.config.settings import Field
 
 _RANDOM_BITS = 16
 _MAX_EXACT_LEVELS = 16  # so that rounding stays in range: it exceeds the largest level by 2s·2⁻²⁴, less than 2⁻¹⁷
@@ -38,16 +38,10 @@ class Qsgd(Compressor):
     """
 
     class Config(Compressor.Config):
-        levels: int = Field(
-            7, ge=1, le=127, description="s, number of positive levels; there are as many negative ones"
-        )
-        bucket: int = Field(
-            128, ge=8, multiple_of=8, description="d, number of consecutive elements that share one norm"
-        )
-        norm: Literal["max", "2-norm"] = Field(
-            "max", description="norm of a bucket: its largest magnitude, or its 2-norm"
-        )
-        seed: int = Field(0, ge=0, description="seed of the random rounding, which differs between ranks")
+        levels: int = Field(7, "s, number of positive levels; there are as many negative ones", ge=1, le=127)
+        bucket: int = Field(128, "d, number of consecutive elements that share one norm", ge=8, multiple_of=8)
+        norm: Literal["max", "2-norm"] = Field("max", "norm of a bucket: its largest magnitude, or its 2-norm")
+        seed: int = Field(0, "seed of the random rounding, which differs between ranks", ge=0)
 
         def check_feedback(self) -> None:
             # A bound of the variance in a bucket over its squared 2-norm.

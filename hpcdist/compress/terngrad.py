@@ -7,12 +7,12 @@ from typing import final
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.chunks import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding.elements import as_scale, largest, mean, views
+from hpcdist.config.settings import Field
 
 _RANDOM_BITS = 16
 _PER_BYTE = 5  # 3^5 = 243 fit one
@@ -39,11 +39,9 @@ class TernGrad(Compressor):
 
     class Config(Compressor.Config):
         clip: float | None = Field(
-            2.5,
-            gt=0,
-            description="clip magnitudes at this multiple of a parameter's root mean square; none: no clipping",
+            2.5, "clip magnitudes at this multiple of a parameter's root mean square; none: no clipping", gt=0
         )
-        seed: int = Field(0, ge=0, description="seed of the random rounding, which differs between ranks")
+        seed: int = Field(0, "seed of the random rounding, which differs between ranks", ge=0)
 
         def check_feedback(self) -> None:
             raise ValueError(

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal, final
 
 import numpy as np
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import sparse
 from hpcdist.compress.coding.elements import FLOATS, as_sent
+from hpcdist.config.settings import Field
 
 
 class Largest(Compressor):
@@ -22,8 +22,8 @@ class Largest(Compressor):
     """
 
     class Config(Compressor.Config):
-        ratio: float = Field(0.01, gt=0, le=1, description="part of the elements to send")
-        values: Literal["fp16", "fp32", "fp64"] = Field("fp32", description="type in which values are sent")
+        ratio: float = Field(0.01, "part of the elements to send", gt=0, le=1)
+        values: Literal["fp16", "fp32", "fp64"] = Field("fp32", "type in which values are sent")
 
     config: Config
     remembers: ClassVar[tuple[str, ...]] = ("drawn",)

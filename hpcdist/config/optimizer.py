@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
 from torch.optim import lr_scheduler
 
 from hpcdist.config.files import is_class, load_function
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named, joint_rule
 from hpcdist.errors import ConfigError, UnknownNameError, suggestion
 
 
@@ -25,16 +24,15 @@ class OptimizerConfig(Named):
     2016 (the square root of μλ/B).
     """
 
-    name: str = Field("SGD", description="class of torch.optim; its other options are keys beside the name")
-    lr: float | None = Field(None, ge=0, description="learning rate; none: the default of the optimizer in torch")
+    name: str = Field("SGD", "class of torch.optim; its other options are keys beside the name")
+    lr: float | None = Field(None, "learning rate; none: the default of the optimizer in torch", ge=0)
     scale: Literal["none", "linear", "sqrt"] = Field(
-        "none",
-        description="multiplies the rate by (batch of all workers / reference_batch), or by the square root of this",
+        "none", "multiplies the rate by (batch of all workers / reference_batch), or by the square root of this"
     )
-    reference_batch: int | None = Field(None, ge=1, description="samples per update for which the rate is right")
+    reference_batch: int | None = Field(None, "samples per update for which the rate is right", ge=1)
 
-    @model_validator(mode="after")
-    def _check(self) -> OptimizerConfig:
+    @joint_rule
+    def _check(self) -> None:
         known = optimizers()
         if self.name not in known:
             raise UnknownNameError("optimizer.name", self.name, known)
@@ -45,7 +43,6 @@ class OptimizerConfig(Named):
                 f"{'none' if self.reference_batch is None else self.reference_batch}. The rate is right for that batch."
             )
         self.build([torch.zeros(1, 1, requires_grad=True)])
-        return self
 
     def factor(self, batch: int) -> float:
         """Return the factor by which `scale` multiplies the learning rate, for `batch` samples of all workers."""
@@ -125,15 +122,14 @@ class SchedulePart(Named):
     name: str = Field(description="class of torch.optim.lr_scheduler; its options are keys beside it")
     schedules: list[SchedulePart] = Field(default_factory=list, description="schedules that it consists of")
 
-    @model_validator(mode="after")
-    def _check(self) -> SchedulePart:
+    @joint_rule
+    def _check(self) -> None:
         _check("schedule.schedules", self)
         if self.name == ON_EVALUATIONS:
             raise ConfigError(
                 f"schedule.schedules must be schedules that advance by themselves; got {self.name}, which looks at "
                 "evaluations. Use it alone."
             )
-        return self
 
 
 class ScheduleConfig(Named):
@@ -143,22 +139,19 @@ class ScheduleConfig(Named):
     """
 
     name: str | None = Field(  # type: ignore[assignment]  # a warm-up needs none
-        None, description="class of torch.optim.lr_scheduler; its options are keys beside it"
+        None, "class of torch.optim.lr_scheduler; its options are keys beside it"
     )
-    per: Literal["epoch", "step"] = Field("epoch", description="unit in which the schedule advances")
+    per: Literal["epoch", "step"] = Field("epoch", "unit in which the schedule advances")
     schedules: list[SchedulePart] = Field(
         default_factory=list, description="tables of the schedules that SequentialLR or ChainedScheduler consists of"
     )
-    warmup_steps: int = Field(0, ge=0, description="steps in which the rate rises evenly before the schedule begins")
+    warmup_steps: int = Field(0, "steps in which the rate rises evenly before the schedule begins", ge=0)
     warmup_from: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="first rate as a part of the full one; none: the unscaled one, or 1 / warmup_steps",
+        None, "first rate as a part of the full one; none: the unscaled one, or 1 / warmup_steps", gt=0, le=1
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> ScheduleConfig:
+    @joint_rule
+    def _check(self) -> None:
         if self.name is None:
             config = [*self.options, *(["schedules"] if self.schedules else [])]
             if config:
@@ -179,7 +172,6 @@ class ScheduleConfig(Named):
             raise ConfigError(
                 f"schedule.warmup_steps must be given with schedule.warmup_from; got none, and {self.warmup_from}."
             )
-        return self
 
     def build(self, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> lr_scheduler.LRScheduler | None:
         """Build the schedule of this optimizer; None if there is neither a name nor a warm-up.

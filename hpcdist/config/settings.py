@@ -8,22 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    create_model,
-    field_validator,
-    model_validator,
-)
+import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from hpcdist.errors import ConfigError, suggestion
 
+_REQUIRED: Any = ...
 S = TypeVar("S", bound="Settings")
+T = TypeVar("T")
 
 # pydantic names Python's types; users write TOML.
 _PLAIN_RULES = {
@@ -44,7 +37,7 @@ _ARGUMENT = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {5,}.+)*)", re.M
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass as _Meta
 else:
-    _Meta = type(BaseModel)
+    _Meta = type(pydantic.BaseModel)
 
 
 class _Refusing(_Meta):
@@ -54,8 +47,8 @@ class _Refusing(_Meta):
         return cls.from_mapping(values)
 
 
-class Settings(BaseModel, metaclass=_Refusing):
-    """The base of all settings: `class Config(Settings): period: int = Field(1, ge=1, description="...")`.
+class Settings(pydantic.BaseModel, metaclass=_Refusing):
+    """The base of all settings: `class Config(Settings): period: int = Field(1, "...", ge=1)`.
 
     Types are strict (no "4" for 4, no true for 1), with two exceptions that TOML needs: an array stands for a tuple,
     and "none" for None. Numbers are finite, except where infinity means that there is no limit (`allow_inf_nan`).
@@ -66,19 +59,19 @@ class Settings(BaseModel, metaclass=_Refusing):
         ConfigError: on construction; one line for each setting that breaks its rule.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @classmethod
     def from_mapping(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
         """Create settings from a table; `where` is the table's dotted key, for messages."""
         try:
             return cls.model_validate(dict(values))
-        except ValidationError as error:
+        except pydantic.ValidationError as error:
             raise _refusal(cls, error, where) from None
 
-    @field_validator("*", mode="before")
+    @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _from_toml(cls, value: Any, info: ValidationInfo) -> Any:
+    def _from_toml(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         """Convert what TOML lacks: "none" to None, and arrays to tuples. Refuse integers that JSON files don't hold."""
         if isinstance(value, int) and abs(value) > LARGEST:
             raise ValueError(f"must be between {-LARGEST} and {LARGEST}; got {value}.")
@@ -86,6 +79,21 @@ class Settings(BaseModel, metaclass=_Refusing):
         if isinstance(value, str) and value == "none" and _admits(annotation, NoneType):
             return None
         return _tuples(value) if isinstance(value, list) and _admits(annotation, tuple) else value
+
+
+def Field(default: T = _REQUIRED, description: str | None = None, **rules: Any) -> T:
+    """Return pydantic's Field of a setting: its default, what it means, and rules such as `ge=1`."""
+    return pydantic.Field(default, description=description, **rules)  # type: ignore[return-value]
+
+
+def joint_rule(check: Callable[[Any], None]) -> Any:
+    """Mark a method of settings that raises ValueError if several of them don't go together."""
+
+    def checked(settings: S) -> S:
+        check(settings)
+        return settings
+
+    return pydantic.model_validator(mode="after")(checked)
 
 
 class MayChange:
@@ -107,11 +115,11 @@ def without_changeable(model: type[Settings], values: Mapping[str, Any]) -> dict
 class Named(Settings):
     """An algorithm's name, or `path/to/file.py:Class`, with its options beside it. A string alone is the name."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = pydantic.ConfigDict(extra="allow")
 
     name: str
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
@@ -135,7 +143,7 @@ def options_of(function: Callable[..., Any]) -> type[Settings]:
         if p.kind is p.KEYWORD_ONLY:
             default = ... if p.default is p.empty else p.default
             fields[p.name] = hints[p.name], Field(default, description=meaning(function, p.name))
-    return create_model("Options", __base__=Settings, **fields)
+    return pydantic.create_model("Options", __base__=Settings, **fields)
 
 
 def meaning(function: Callable[..., Any], argument: str) -> str:
@@ -177,7 +185,7 @@ def describe(model: type[Settings], where: str = "", current: Settings | None = 
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
-def _refusal(model: type[Settings], error: ValidationError, where: str) -> ConfigError:
+def _refusal(model: type[Settings], error: pydantic.ValidationError, where: str) -> ConfigError:
     """Convert pydantic's error into ours; `where` is the dotted key of the model's table."""
     details = error.errors(include_url=False)
     raised = details[0].get("ctx", {}).get("error")

@@ -82,9 +82,10 @@ class Gradients:
         self.ends_epoch = self._more_follow = False
         self._weighted_by_loop = False  # hooks stay; else they exist only while the weight needs them
         self._weight_hooks: list[RemovableHandle] = []
-        self._weighted = False  # a gradient of this batch was weighted, perhaps one of torch.autograd.grad
+        self._collected = False  # a step has used this batch's gradients
         # passes
         self.weights: list[float] = []
+        self._accumulated: set[int] = set()  # positions of gradients that these passes have added to
         self._current = _NO_PASS  # autograd's number of the current pass
         self._joined = False
         # changes
@@ -142,9 +143,7 @@ class Gradients:
 
     # --- batches --------------------------------------------------------------------------------------------------
     def start_batch(self, weight: float | None = 1.0, *, ends_epoch: bool = False) -> None:
-        """Start a batch, before its forward pass: all passes belong to it until the next one.
-
-        Loops that never call this have batches of weight 1.
+        """Start a batch, before its forward pass. Loops that never call this have batches of weight 1.
 
         Args:
             weight: this rank's samples in the step divided by the workers' mean number. With weight 0 gradients are
@@ -159,12 +158,9 @@ class Gradients:
             self._weight_hooks = []
 
     def set_batch_weight(self, n: float, share: Callable[[float], float] = float) -> None:
-        """Change the weight of the current batch, before its forward pass, unless it was announced with weight 0.
+        """Change the weight of the current batch, before its forward pass: for each batch of the loop, or never.
 
-        A loop must call it for each batch, or never.
-
-        Args:
-            share: (n, or 0 for a batch of weight 0) -> the weight; perhaps collective.
+        `share`, perhaps collective, computes the weight from n, or from 0 for a batch that was announced with weight 0.
         """
         weight = share(n if self._counts else 0.0)
         if self._counts:
@@ -178,13 +174,12 @@ class Gradients:
         self._buffers.restore()
         if weight == 0.0:
             self._buffers._save()
-        self.ends_epoch, self._counts, self._weighted = ends_epoch, weight != 0.0, False
+        self.ends_epoch, self._counts, self._collected = ends_epoch, weight != 0.0, False
         self._set_weight(weight if self._equal_weight is None or not self._counts else self._equal_weight)
 
     def _set_weight(self, weight: float) -> None:
         """Set the weight of the current batch; add the hooks that apply it, which `start_batch` removes."""
         self.weight = weight
-        self._weighted = self._weighted and bool(self.weights)  # earlier gradients keep their weight
         if self._needs_hooks and not self._weight_hooks:
             self._weight_hooks = [self._make_weight_hook(tensor) for tensor in self._tensors]
             self.watch()
@@ -203,10 +198,16 @@ class Gradients:
 
     @uncompiled
     def _apply_weight(self, parameter: Tensor, grad: Tensor) -> Tensor | None:
-        """Hook before a gradient is accumulated: return it times the weight; None leaves it unchanged."""
-        if not self._needs_hooks:
+        """Hook before a gradient is accumulated: return it times the weight; None leaves it unchanged.
+
+        Results of torch.autograd.grad stay: the loop may compute a loss from them (a penalty, an inner step).
+        """
+        try:  # raises an error for a leaf in torch.autograd.grad
+            accumulates = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+        except RuntimeError:
+            accumulates = False
+        if not (accumulates and self._needs_hooks):
             return None
-        self._weighted = True
         (self._first.add if parameter.grad is None else self._first.discard)(id(parameter))
         return grad * self.weight if self.weight else torch.zeros_like(grad)  # zero times infinity is not zero
 
@@ -240,7 +241,10 @@ class Gradients:
                     self._blank.add(position)
             elif self._blank:
                 self._blank.discard(position)
-            if self._armed and not self._more_follow:
+            self._accumulated.add(position)
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            # A hook of the loop after this one may change the gradient: `collect` announces its bucket.
+            if self._armed and not self._more_follow and next(reversed(hooks.values())) is hook:
                 self._arrive(position)
 
         return hook
@@ -268,13 +272,10 @@ class Gradients:
 
     @contextmanager
     def joined(self) -> Iterator[Callable[[bool], None]]:
-        """Treat everything that is added to the gradients inside the context as one pass, which ends with it.
+        """Treat what is added to gradients inside the context as one pass, such as the micro-batches of a pipeline.
 
-        The micro-batches of a pipeline are one pass. Changes before the end do not count as changes by the loop.
-
-        Yields:
-            A function that sets whether more gradients will be added to the current ones. Buckets are announced only
-            after a call with False, for the last micro-batch.
+        Changes before its end do not count as changes by the loop. Yields a function that sets whether more gradients
+        will be added to the current ones: buckets are announced after a call with False, for the last micro-batch.
         """
 
         def set_more_follow(more_follow: bool) -> None:
@@ -348,10 +349,7 @@ class Gradients:
 
     # --- changes by the loop --------------------------------------------------------------------------------------
     def changed(self) -> bool:
-        """Return whether the loop has changed gradients since the last backward pass; update `changed_by_loop`.
-
-        Changes are: in place, another tensor as gradient, or None instead of a gradient set by `release`.
-        """
+        """Return whether the loop has changed or replaced gradients since the last pass; update `changed_by_loop`."""
         if not self.weights or not self._flat:
             return False
         replaced, n_grads, versions = False, 0, self._versions()
@@ -388,16 +386,11 @@ class Gradients:
     def collect(self, *, last: bool = False) -> Tensor:
         """Fill the flat gradients: zeros where there are none, all times the batch's weight unless hooks did that.
 
-        If only batches of weight 0 contributed, `p.grad` is None until `done`.
+        If only batches of weight 0 contributed, `p.grad` is None until `done`. With `last` all remaining buckets are
+        announced, and further gradients are refused until `announce` is called again.
 
-        Args:
-            last: announce all remaining buckets, and refuse further gradients until `announce` is called again.
-
-        Returns:
-            bool tensor on the CPU: for each trainable parameter, whether it has a gradient.
-
-        Raises:
-            ConfigError: a gradient was replaced after its bucket was announced, so that other ranks got the old one.
+        Returns a bool tensor on the CPU: for each trainable parameter, whether it has a gradient. Raises ConfigError if
+        a gradient was replaced after its bucket was announced, so that other ranks got the old one.
         """
         any_counts = self.mean_weight > 0.0
         # Gradients of earlier passes, or of the last step, may be the mean of all ranks: they remain.
@@ -418,10 +411,17 @@ class Gradients:
                 self._view(position).zero_()
             else:
                 self._move_in(position, self._dense(position, grad))
-        if not self._weighted and self._weights_batches and self.weight not in (0.0, 1.0):
-            self._weighted = True  # gradients that the loop assigned, without hooks
-            for grad in self._flats or [tensor.grad for tensor in self._tensors if tensor.grad is not None]:
-                grad.mul_(self.weight)
+                if self.weights and position not in self._accumulated and self._needs_hooks:
+                    self._view(position).mul_(self.weight)  # the loop assigned it, next to a backward pass
+        if not (self.weights or self._collected) and self._weights_batches and self._needs_hooks:
+            if self.batch > self._used_last + 1 and (self._hidden or used.any()):
+                raise ConfigError(
+                    "gradients must be computed by backward() where a step has several batches of different weights; "
+                    f"got assigned ones of {self.batch - self._used_last} batches. Call backward(), or step each time."
+                )
+            for grad in (self._flats or [t.grad for t in self._tensors if t.grad is not None]) if self.weight else ():
+                grad.mul_(self.weight)  # the loop assigned all, without a backward pass
+        self._collected = True
         if last:
             with self._lock:
                 self._armed, self._missing = True, [0] * len(self.buckets)
@@ -456,8 +456,7 @@ class Gradients:
     def release(self, used: Tensor | Sequence[bool]) -> None:
         """Set the gradient of each parameter: the view of its flat gradient if `used`, else None.
 
-        `used`, in the order of the parameters, is the result of `collect()` or'ed over the ranks. So an optimiser skips
-        the same parameters as in training with the joint batch on one process.
+        `used` is the result of `collect()` or'ed over the ranks: optimisers skip parameters as with one joint batch.
         """
         flags = torch.as_tensor(used).tolist()
         if len(flags) != len(self._slots):
@@ -474,6 +473,7 @@ class Gradients:
                 tensor.grad = self._view(position).zero_() if self._flat else torch.zeros_like(tensor)
         self._hidden.clear()
         self.weights.clear()
+        self._accumulated.clear()
         self._current = _NO_PASS  # later gradients belong to the next step, also those of the same pass
         self.batches_used += self.batch > self._used_last
         self._used_last = self.batch

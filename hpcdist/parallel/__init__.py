@@ -4,5 +4,3 @@ from hpcdist.parallel.cut import Cut, balance, by_hand
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.layers import Chain
 from hpcdist.parallel.pipeline import Pipeline
-
-__all__ = ["Chain", "Cut", "Grid", "Pipeline", "balance", "by_hand"]

@@ -97,6 +97,10 @@ class PartOfModel(nn.Module, abc.ABC):
         """
         return {}
 
+    def traffic(self) -> Traffic:
+        """Return the messages and bytes that this rank has exchanged with the others of its replica so far."""
+        return self.grid.inner.trace.traffic + self.agreement.comm.trace.traffic
+
     @abc.abstractmethod
     def share_values(self) -> None:
         """Collective in the replica. Copy parameters that several ranks have from the first of them."""

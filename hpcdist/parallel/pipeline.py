@@ -317,8 +317,7 @@ class Pipeline(PartOfModel):
         return pytree.tree_map(lambda *parts: torch.cat(parts), *outputs) if outputs else None
 
     def traffic(self) -> Traffic:
-        """Return the messages and bytes that this rank has exchanged with other stages so far."""
-        total = self.grid.inner.trace.traffic + self.agreement.comm.trace.traffic + self.tied.traffic
+        total = super().traffic() + self.tied.traffic
         return total if self.routing is None else total + self.routing.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:

@@ -38,6 +38,7 @@ from hpcdist.records.step import (
     RecordWriter,
     StepRecord,
     append_evaluation,
+    continue_records,
     drop_partial_line,
     keep_evaluations,
     read_evaluations,

@@ -6,6 +6,7 @@ import os
 import re
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -197,6 +198,18 @@ def record_files(folder: str | Path) -> dict[int, Path]:
     """Return the files with records in a folder, by rank."""
     paths = {int(match[1]): path for path in Path(folder).glob("*") if (match := _FILE_NAME.fullmatch(path.name))}
     return dict(sorted(paths.items()))
+
+
+def continue_records(folder: Path, rank: int, ranks: int, first_step: int, saved: Sequence[int]) -> RecordWriter:
+    """Return the writer of a rank's records, the next of which is of `first_step`; rank 0 ends former ranks' files.
+
+    `saved` are the steps of each rank in the checkpoint, if that is of other ranks: later ones are repeated.
+    """
+    firsts = {number: steps + 1 for number, steps in enumerate(saved)}
+    for other, path in record_files(folder).items() if rank == 0 else ():
+        if other >= ranks:
+            RecordWriter(path, first_step=firsts.get(other, first_step)).close()
+    return RecordWriter(record_path(folder, rank), first_step=firsts.get(rank, first_step))
 
 
 def read_records(folder: str | Path) -> dict[int, list[StepRecord]]:

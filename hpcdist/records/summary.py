@@ -105,30 +105,31 @@ def summarise(
     Args:
         records: each rank's, as `read_records` returns them.
         stages: ranks of a worker, one after the other, of which one has counted the samples.
-        workers: how many there are, for a run that was resumed at its end and so has no records.
+        workers: their number at the end; fewer have computed gradients where a worker had no samples.
         given: `strategy`, `ranks`, `seed`, `wall_s`, `metrics`, `sha256`, and any further keys of the summary.
 
     Raises:
         DataError: a field is missing or breaks its rule.
     """
     all_records = [record for of_rank in records.values() for record in of_rank]
-    with_samples = [record for record in all_records if record.samples]
-    workers_seen = {rank // stages for rank, of_rank in records.items() if any(record.samples for record in of_rank)}
+    least = int(any(record.samples for record in all_records))  # 0 without hd.shard: then all ranks train
+    workers_seen = {rank // stages for rank, of_rank in records.items() if any(r.samples >= least for r in of_rank)}
     of_workers = {rank: of_rank for rank, of_rank in records.items() if rank // stages in workers_seen}
     # A step of a worker without samples counts if the worker exchanged data, as others did.
-    counted = [r for of_rank in of_workers.values() for r in of_rank if r.samples or r.bytes_sent or r.bytes_fetched]
+    worker_records = [record for of_rank in of_workers.values() for record in of_rank]
+    counted = [r for r in worker_records if r.samples >= least or r.bytes_sent or r.bytes_fetched]
     steps = max(1.0, len(counted) / stages)
 
     def per_rank(name: str) -> float:
-        return sum(getattr(r, name) for of_rank in of_workers.values() for r in of_rank) / max(1, len(of_workers))
+        return sum(getattr(record, name) for record in worker_records) / max(1, len(of_workers))
 
     measured = {
         "stages": stages,
-        "workers": len(workers_seen) or workers,
-        "samples": sum(record.samples for record in with_samples),
+        "workers": min(len(workers_seen) or workers, workers or len(workers_seen)),
+        "samples": sum(record.samples for record in all_records),
         "staleness": _staleness(all_records),
         "dropped": sum(record.dropped for record in all_records),
-        "skipped": sum(map(is_skipped, with_samples)),
+        "skipped": sum(is_skipped(r) for r in all_records if r.samples >= least) // (1 if least else stages),
         "waited_for_s": {rank: seconds_of for rank, of_rank in records.items() if (seconds_of := _waited_for(of_rank))},
         "bytes_per_step": sum(r.bytes_sent + r.bytes_fetched for r in all_records) / steps,
         "messages_per_step": sum(r.messages_sent + r.messages_fetched for r in all_records) / steps,

@@ -18,30 +18,3 @@ from hpcdist.session.pipeline import device_mesh, local_shards, pipeline
 from hpcdist.session.sync_batch_norm import SyncBatchNorm
 from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
 from hpcdist.session.world import init, is_main, local_rank, local_size, log_metrics, rank, size
-
-__all__ = [
-    "DistributedOptimizer",
-    "Leaving",
-    "SyncBatchNorm",
-    "allgather",
-    "allreduce",
-    "barrier",
-    "broadcast",
-    "consensus",
-    "device_mesh",
-    "finish",
-    "init",
-    "is_main",
-    "load",
-    "local_rank",
-    "local_shards",
-    "local_size",
-    "log_metrics",
-    "metric",
-    "pipeline",
-    "rank",
-    "save",
-    "shard",
-    "size",
-    "unsplit",
-]

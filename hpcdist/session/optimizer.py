@@ -22,16 +22,7 @@ from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord
-from hpcdist.session import rules
-from hpcdist.session.arguments import (
-    check_closure_settings,
-    checked_model,
-    guard_against_ddp,
-    refuse_foreign_names,
-    require_known,
-    require_no_max_norm,
-    requires_closure,
-)
+from hpcdist.session import arguments, rules
 from hpcdist.session.consistency import compare_first_batches, require_same_state
 from hpcdist.session.loader.period import gather_counts, relative_weight
 from hpcdist.session.methods import guarded_methods
@@ -350,18 +341,18 @@ def DistributedOptimizer(
     if session.planned is not None:
         strategy, options = session.planned.chosen(strategy, options)
     strategy = strategy or "allreduce"
-    refuse_foreign_names(options)
+    arguments.refuse_foreign_names(options)
     if isinstance(optimizer, _Distributed):
         raise rules.error("an optimiser is distributed twice")
-    model = checked_model(optimizer, model, clip_norm)
+    model = arguments.checked_model(optimizer, model, clip_norm)
     require_in_stages(session, model)
     outer, stages = session.outer, session.stages
     if outer.size > 1:
-        require_no_max_norm(model)
+        arguments.require_no_max_norm(model)
     cls = strategies.load(strategy)
     config = cls.Config.from_mapping(options, "strategy")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    require_known(loss=(loss, get_args(Loss)), identical_batches=(identical_batches, ("warn", "allow")))
+    arguments.require_known(loss=(loss, get_args(Loss)), identical_batches=(identical_batches, ("warn", "allow")))
     if loss == "sum":
         rules.refuse("the loss is a sum", cls)
         if isinstance(model, Pipeline):
@@ -376,9 +367,9 @@ def DistributedOptimizer(
     if stages > 1:  # each stage may have different groups
         ranks_of_stage = range(session.comm.rank % stages, session.comm.size, stages)
         require_equal(outer, {"groups": groups}, "param_groups of a stage", ranks_of_stage)
-    evaluates_closure = requires_closure(optimizer)
+    evaluates_closure = arguments.requires_closure(optimizer)
     if evaluates_closure:
-        check_closure_settings(type(optimizer).__name__, strategy, cls, config, clip_norm)
+        arguments.check_closure_settings(type(optimizer).__name__, strategy, cls, config, clip_norm)
     if stages > 1:
         check_optimizer(optimizer, model, evaluates_closure, cls)
     flat = _flat(optimizer, model, bucket_bytes, buffers, session.optimizers)
@@ -412,14 +403,14 @@ def DistributedOptimizer(
     distributed.__class__ = type(local_class.__name__, (mixin, local_class), guarded_methods(local_class, _Methods))
     local_state_dict = local_class.state_dict.__get__(optimizer)
     detects = rules.forbids("parameters are changed between steps", instance)
-    guard = guard_against_ddp(model)
+    guard = arguments.guard_against_ddp(model)
     distributed.attachment = Attachment(instance, local_step, local_state_dict, workers, peers, counts, detects, guard)
     distributed._opt_called = True  # ... and warn if they step before the optimiser; on a server rank it never steps
     session.optimizers.append(optimizer)
     session.serves, session.workers = session.serves or not instance.is_worker, worker_ranks
     if isinstance(model, PartOfModel):
         model.optimizers.append(distributed)
-    if session.run is not None and session.run.start(distributed, worker_ranks, settings_of(distributed)):
+    if session.run is not None and session.run.start(distributed, worker_ranks, settings_of(distributed), stages):
         distributed.attachment.write = session.run.write
         if session.planned is not None:  # on virtual ranks; no effect on real ones
             distributed.attachment.compute = session.comm.compute

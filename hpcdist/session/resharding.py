@@ -121,7 +121,8 @@ class SavedState:
         same = self._ranks[0].at("about", "strategy") == name_of(strategy)
 
         def of_ranks(name: str) -> list[Any]:
-            values = (rank.at("strategy", name, default=self) for rank in self._ranks)  # `self`: a rank has no value
+            workers_first = sorted(self._ranks, key=lambda rank: not rank.at("works", default=True))
+            values = (rank.at("strategy", name, default=self) for rank in workers_first)  # `self`: a rank has no value
             return [value for value in values if value is not self]
 
         def slices(spec: StateSpec) -> Named:
@@ -134,6 +135,7 @@ class SavedState:
             "frozen": self.named(layout, "frozen", ["frozen"], ["masters"], combine=first),
             "buffers": self._buffers(strategy.model.flat_buffers, layout),
             "strategy": strategy.state.reshard(of_ranks, slices, same=same),
+            "saved": [rank.at("strategy", "steps") for rank in self._ranks],
         }
 
     def named(

@@ -31,6 +31,7 @@ from hpcdist.records import (
     Start,
     StepRecord,
     append_evaluation,
+    continue_records,
     copy_job,
     cores_by_host,
     digest,
@@ -45,7 +46,6 @@ from hpcdist.records import (
     read_records,
     record_files,
     record_first_step,
-    record_path,
     resources_path,
     start_run,
     summarise,
@@ -241,12 +241,13 @@ class LoopRun:
                 self._sampler.close()
 
     # --- steps --------------------------------------------------------------------------------------------------------
-    def start(self, optimizer: Any, workers: tuple[int, ...], settings: Mapping[str, Any]) -> bool:
+    def start(self, optimizer: Any, workers: tuple[int, ...], settings: Mapping[str, Any], stages: int) -> bool:
         """Collective. Start the run with the first DistributedOptimizer; return whether `optimizer` is the first.
 
         Args:
             workers: ranks that train.
             settings: of the strategy and the optimiser.
+            stages: number of ranks that jointly hold one model.
 
         Raises:
             ConfigError: the folder has an unfinished run with another strategy.
@@ -258,6 +259,7 @@ class LoopRun:
         self.strategy, self._workers = optimizer.strategy, workers
         self._seed = torch.initial_seed() % (1 << 53)  # JSON holds it exactly
         settings = {**settings, "seed": self._seed, "arguments": arguments_by_name(sys.argv[1:], self.folder)}
+        settings |= {"parallel": {"stages": stages}} if stages > 1 else {}
         self.strategy.records.write = self.write
         self._curves = Curves(self._log, settings, comm, workers, optimizer, self.folder, ())
         start = describe_start(comm, self.folder, self._script, settings, command=list(sys.argv))
@@ -286,7 +288,7 @@ class LoopRun:
 
     def write(self, record: StepRecord) -> None:
         """Write the record of a step, with the samples of its batches."""
-        record = replace(record, samples=self.samples)
+        record = replace(record, samples=self.samples * self.strategy.records.is_logging)
         if self._writer is None:
             self._writer = self._open(record.step)
         self._writer.write(record)
@@ -301,7 +303,7 @@ class LoopRun:
 
     def _open(self, step: int) -> RecordWriter:
         """Open this rank's records, after the first step of this start: before it, that step's number is unknown."""
-        path, rank = record_path(self.folder, self._comm.rank), self._comm.rank
+        rank = self._comm.rank
         records = read_records(self.folder) if self._is_main and record_files(self.folder) else {}
         if step == 1 and (former := max((each.step for each in records.get(rank, ())), default=0)):
             _log.warning(
@@ -310,12 +312,13 @@ class LoopRun:
                 self.folder, former,
             )  # fmt: skip
         if self._is_main and step > 1:
-            earlier = {of: [each for each in r if each.step < step] for of, r in records.items()}
+            saved = dict(enumerate(self.strategy.records.saved))
+            earlier = {of: [each for each in r if each.step <= saved.get(of, step - 1)] for of, r in records.items()}
             self._trained = sum(each.samples for of_rank in earlier.values() for each in of_rank)
             self._seconds = sum(each.seconds for each in earlier.get(rank, ()))
         if rank == 0 and step > 1:
             record_first_step(self.folder, step - 1)
-        writer = RecordWriter(path, first_step=step)
+        writer = continue_records(self.folder, rank, self._comm.size, step, self.strategy.records.saved)
         if self._is_main:
             keep_evaluations(self.folder, step - 1)
         if self._curves is not None:

@@ -245,6 +245,7 @@ def restore(optimizer: Any, state: Mapping[str, Any], raise_on_all_ranks: OnAllR
 
     raise_on_all_ranks(restore_here)
     restore_strategy(optimizer.strategy, state["strategy"], raise_on_all_ranks)
+    optimizer.strategy.records.saved = state.get("saved", ())
     model.take_snapshot()
     optimizer.attachment.take_snapshot()
 

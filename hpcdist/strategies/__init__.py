@@ -10,10 +10,7 @@ from hpcdist.registry import catalogue
 from hpcdist.strategies.base import Strategy
 from hpcdist.strategies.common.contract import Contract
 
-
-def available() -> list[str]:
-    """Return the sorted names of all strategies, including strategies of installed packages."""
-    return catalogue("strategies").available()
+available = catalogue("strategies").available
 
 
 def load(name: str) -> type[Strategy]:

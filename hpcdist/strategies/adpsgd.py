@@ -12,12 +12,11 @@ from typing import Any, final
 
 import networkx as nx
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
@@ -51,7 +50,7 @@ class ADPSGD(Strategy):
     """
 
     class Config(SamplingConfig):
-        topology: Named = Field(Named(name="bipartite"), description="graph of the pairs of ranks that average")
+        topology: Named = Field(Named(name="bipartite"), "graph of the pairs of ranks that average")
 
     contract = Contract(
         averages="parameters", synchronizes="never", consensus="elsewhere", memory="read by others",

@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.collectives.calls.tensors import zeros_like
 from hpcdist.collectives.tuning.timing import Trial
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import JointCompression, Reduction, spans
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
@@ -65,16 +64,16 @@ class AllReduce(Strategy):
     """
 
     class Config(Strategy.Config):
-        algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
+        algorithm: str = Field("auto", "all-reduce algorithm; auto chooses by size and ranks")
         overlap: Literal["auto", "on", "off"] = Field(
-            "auto", description="average buckets while the backward pass runs; auto measures both"
+            "auto", "average buckets while the backward pass runs; auto measures both"
         )
-        accumulation: int = Field(1, ge=1, description="backward passes per step, whose gradients accumulate")
-        compression: JointCompression = Field(JointCompression(), description="how gradients are compressed")
-        provider: ProviderConfig = Field(ProviderConfig(), description="the library that sums gradients")
+        accumulation: int = Field(1, "backward passes per step, whose gradients accumulate", ge=1)
+        compression: JointCompression = Field(JointCompression(), "how gradients are compressed")
+        provider: ProviderConfig = Field(ProviderConfig(), "the library that sums gradients")
 
-        @model_validator(mode="after")
-        def _goes_together(self) -> Self:
+        @joint_rule
+        def _goes_together(self) -> None:
             other = self.provider.name
             if self.provider and self.algorithm != "auto":
                 raise ValueError(
@@ -91,7 +90,6 @@ class AllReduce(Strategy):
                     "strategy.overlap must be off or auto with strategy.compression, which sees all gradients before "
                     "any is sent; got on. Leave it out."
                 )
-            return self
 
         def narrow(self, contract: Contract, size: int) -> Contract:
             return replace(contract, frozen="before" if self.compression or self.provider else "at any time")

@@ -7,11 +7,10 @@ from operator import attrgetter
 from typing import Any, Literal, final
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Update
@@ -183,24 +182,22 @@ class AsyncDiLoCo(ServerStrategy):
     """
 
     class Config(ServerStrategy.Config):
-        period: int = Field(50, ge=1, description="H: local steps to one push; with dynamic of the fastest worker")
-        outer_lr: float = Field(0.7, gt=0, description="ν: learning rate of the servers")
-        outer_momentum: float = Field(0.9, ge=0, lt=1, description="β: momentum of the servers")
+        period: int = Field(50, "H: local steps to one push; with dynamic of the fastest worker", ge=1)
+        outer_lr: float = Field(0.7, "ν: learning rate of the servers", gt=0)
+        outer_momentum: float = Field(0.9, "β: momentum of the servers", ge=0, lt=1)
         rule: Literal["delayed_nesterov", "nesterov", "discounted", "buffered"] = Field(
-            "delayed_nesterov", description="rule by which servers apply pushes"
+            "delayed_nesterov", "rule by which servers apply pushes"
         )
-        every: int | None = Field(
-            None, ge=1, description="N: pushes to one step of the momentum; none: the number of workers"
-        )
-        spread: float = Field(0.0, ge=0, description="c: part of the momentum at each push, at most 1/N")
-        dynamic: bool = Field(False, description="fewer local steps on slower workers")
-        grace_s: float = Field(0.0, ge=0, description="seconds that servers wait for more pushes after a first one")
+        every: int | None = Field(None, "N: pushes to one step of the momentum; none: the number of workers", ge=1)
+        spread: float = Field(0.0, "c: part of the momentum at each push, at most 1/N", ge=0)
+        dynamic: bool = Field(False, "fewer local steps on slower workers")
+        grace_s: float = Field(0.0, "seconds that servers wait for more pushes after a first one", ge=0)
         inner_state: Literal["keep", "reset"] = Field(
-            "keep", description="keep or reset the local optimiser's state at the end of a period"
+            "keep", "keep or reset the local optimiser's state at the end of a period"
         )
 
-        @model_validator(mode="after")
-        def _rules_fit(self) -> Self:
+        @joint_rule
+        def _rules_fit(self) -> None:
             if self.spread and self.rule != "delayed_nesterov":
                 raise ValueError(
                     f"strategy.spread must be 0 with strategy.rule {self.rule}, whose momentum is not delayed; got "
@@ -211,7 +208,6 @@ class AsyncDiLoCo(ServerStrategy):
                     "strategy.grace_s must be 0 where strategy.servers is 'colocated', whose ranks wait for their own "
                     f"replies; got {self.grace_s}. Leave it out, or give ranks of their own to the servers."
                 )
-            return self
 
         def optimizer_ranks(self, size: int) -> tuple[int, ...]:
             return ()  # every worker has a local optimiser, and the servers a momentum

@@ -9,17 +9,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.chunks import some_values
 from hpcdist.comm.communicator import Communicator, Traffic
-from hpcdist.config.settings import Settings
+from hpcdist.config.settings import Field, Settings
 from hpcdist.errors import ConfigError, RankFailedError, refuse_former
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
-from hpcdist.parallel.agreement import Agreement
+from hpcdist.parallel.agreement import Agreement, PartOfModel
 from hpcdist.records import StepRecord
 from hpcdist.records.run import FORMER_OPTIONS
 from hpcdist.strategies.common.contract import Contract
@@ -84,7 +84,7 @@ class Strategy(abc.ABC):
         """Options that all strategies have, and the ranks' roles, which depend on the options."""
 
         on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
-            "stop", description="at a NaN or infinite gradient end the run, skip the update, or ignore it"
+            "stop", "at a NaN or infinite gradient end the run, skip the update, or ignore it"
         )
 
         @classmethod
@@ -187,7 +187,7 @@ class Strategy(abc.ABC):
         self.is_worker = comm.rank in config.workers(comm.size)
         self.hyperparameters = Hyperparameters(optimizer)
         self.gradients = LocalGradients(comm, model, config.on_nonfinite, clip_norm, stages)
-        self.records = Recorder(comm, on_record)
+        self.records = Recorder(comm, on_record, model.module if isinstance(model.module, PartOfModel) else None)
         self.state = State(comm, model)
         self._opened: list[Resource] = []
         self.steps = self.state.value("steps", 0, self, reshard="first")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, final
 
 import numpy as np
-from pydantic import Field
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
@@ -44,8 +43,8 @@ class D2(Strategy):
     """
 
     class Config(Strategy.Config):
-        topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
-        lazy: bool = Field(True, description="mix by (W + I)/2, so that any symmetric graph will do")
+        topology: Named = Field(Named(name="ring"), "graph of the neighbours, see `hpcdist topology`")
+        lazy: bool = Field(True, "mix by (W + I)/2, so that any symmetric graph will do")
 
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step")

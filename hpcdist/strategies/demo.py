@@ -9,12 +9,12 @@ from functools import cache
 from typing import Any, ClassVar, Literal, final
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction, Span, spans
 from hpcdist.compress.coding.blocks import Blocks
+from hpcdist.config.settings import Field
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Update
 from hpcdist.strategies.synchronous.own_step import OwnStep, rate_of
@@ -48,15 +48,15 @@ class DeMo(OwnStep):
     """
 
     class Config(OwnStep.Config):
-        momentum: float = Field(0.999, ge=0, le=1, description="β: part of the momentum that a step keeps")
-        keep: int = Field(32, ge=1, description="components of each block that a rank sends")
-        side: int = Field(64, ge=1, description="largest number of rows and of columns of a block")
-        sign: bool = Field(True, description="step along the signs of what is received; false: along its values")
+        momentum: float = Field(0.999, "β: part of the momentum that a step keeps", ge=0, le=1)
+        keep: int = Field(32, "components of each block that a rank sends", ge=1)
+        side: int = Field(64, "largest number of rows and of columns of a block", ge=1)
+        sign: bool = Field(True, "step along the signs of what is received; false: along its values")
         combine: Literal["senders", "ranks"] = Field(
-            "senders", description="compute a component's mean over its senders, or over all ranks"
+            "senders", "compute a component's mean over its senders, or over all ranks"
         )
-        transform: Literal["dct", "none"] = Field("dct", description="T; none sends elements of the momentum itself")
-        values: Literal["fp16", "fp32", "fp64"] = Field("fp32", description="type in which components are sent")
+        transform: Literal["dct", "none"] = Field("dct", "T; none sends elements of the momentum itself")
+        values: Literal["fp16", "fp32", "fp64"] = Field("fp32", "type in which components are sent")
 
     config: Config
     contract = replace(OwnStep.contract, optimizer="SGD")

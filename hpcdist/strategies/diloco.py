@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from pydantic import Field
-
 from hpcdist.comm.communicator import Communicator
+from hpcdist.config.settings import Field
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.synchronous.fragments import Fragment
 from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic, outer_step
@@ -38,10 +37,10 @@ class DiLoCo(Periodic):
     """
 
     class Config(OverlapConfig):
-        period: int = Field(500, ge=1, description="H: inner steps to one outer step")
-        outer_lr: float = Field(0.7, gt=0, description="learning rate of the outer optimiser")
-        outer_momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the outer optimiser")
-        nesterov: bool = Field(True, description="Nesterov's momentum in the outer step; false: heavy-ball")
+        period: int = Field(500, "H: inner steps to one outer step", ge=1)
+        outer_lr: float = Field(0.7, "learning rate of the outer optimiser", gt=0)
+        outer_momentum: float = Field(0.9, "momentum of the outer optimiser", ge=0, lt=1)
+        nesterov: bool = Field(True, "Nesterov's momentum in the outer step; false: heavy-ball")
 
     config: Config
 

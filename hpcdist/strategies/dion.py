@@ -8,11 +8,11 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress.powersgd import add_product
+from hpcdist.config.settings import Field
 from hpcdist.errors import ConfigError, suggestion
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Update
@@ -45,12 +45,10 @@ class Dion(OwnStep):
     """
 
     class Config(OwnStep.Config):
-        fraction: float = Field(0.25, gt=0, le=1, description="r: rank of the factors, as a part of the shorter side")
-        momentum: float = Field(0.95, ge=0, lt=1, description="μ: part of the factors' product that stays in M")
-        rate: float = Field(1.0, gt=0, description="learning rate of the matrices, as a multiple of their group's")
-        others: tuple[str, ...] = Field(
-            (), description="names of matrices for the local optimiser, such as embed* and head.weight"
-        )
+        fraction: float = Field(0.25, "r: rank of the factors, as a part of the shorter side", gt=0, le=1)
+        momentum: float = Field(0.95, "μ: part of the factors' product that stays in M", ge=0, lt=1)
+        rate: float = Field(1.0, "learning rate of the matrices, as a multiple of their group's", gt=0)
+        others: tuple[str, ...] = Field((), "names of matrices for the local optimiser, such as embed* and head.weight")
 
     config: Config
     kinds: ClassVar = ()
@@ -106,7 +104,8 @@ class Dion(OwnStep):
         for item in matrices:
             gradient, momentum = item.views
             wide = momentum.to(torch.promote_types(momentum.dtype, torch.float32))
-            sums.append(wide.add_(gradient).view(len(item.parameter), -1))
+            wide.add_(gradient, alpha=-1 if item.group.get("maximize") else 1)
+            sums.append(wide.view(len(item.parameter), -1))
         factors = [self._basis_of(item, total) for item, total in zip(matrices, sums, strict=True)]
         left = [q @ total.T for q, total in zip(factors, sums, strict=True)]  # transposed: r rows
         self._average(left)

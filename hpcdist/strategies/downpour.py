@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
+from hpcdist.config.settings import Field, joint_rule
+from hpcdist.model.optimizer_state import groups
 from hpcdist.strategies.base import Contract, Outcome, Update
 from hpcdist.strategies.common.state import zero_all
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, ServerRequest
@@ -84,6 +84,10 @@ class _Worker(Worker):
             strategy.gradients.clip()
             for total, grad in zip(self._sum, self.model.grads, strict=True):
                 total.add_(grad)
+            if config.server_rule == "adagrad":  # which minimises
+                for slot, group in zip(self.model.slots, groups(self.model, strategy.optimizer), strict=True):
+                    if group and group.get("maximize"):
+                        slot.view(self._sum).sub_(slot.view(self.model.grads), alpha=2)
             self._used |= used
         fetches = (strategy.steps + 1) % config.n_fetch == 0
         pushes = (strategy.steps + 1) % config.n_push == 0 and bool(self._used.any())
@@ -189,24 +193,21 @@ class Downpour(ServerStrategy):
     """
 
     class Config(ServerStrategy.Config):
-        n_fetch: int = Field(1, ge=1, description="steps of a worker between two fetches of parameters")
-        n_push: int = Field(1, ge=1, description="steps of a worker between two pushes of gradients")
+        n_fetch: int = Field(1, "steps of a worker between two fetches of parameters", ge=1)
+        n_push: int = Field(1, "steps of a worker between two pushes of gradients", ge=1)
         server_rule: Literal["adagrad", "optimizer"] = Field(
-            "adagrad", description="optimiser of the server: Adagrad, or the job's optimiser"
+            "adagrad", "optimiser of the server: Adagrad, or the job's optimiser"
         )
-        rate: float = Field(0.05, gt=0, description="γ, learning rate of the server's Adagrad")
-        warm_start: int = Field(
-            0, ge=0, description="number of pushes that the first worker makes before the others start"
-        )
+        rate: float = Field(0.05, "γ, learning rate of the server's Adagrad", gt=0)
+        warm_start: int = Field(0, "number of pushes that the first worker makes before the others start", ge=0)
 
-        @model_validator(mode="after")
-        def _shards_have_a_rule_of_their_own(self) -> Self:
+        @joint_rule
+        def _shards_have_a_rule_of_their_own(self) -> None:
             if self.servers == "colocated" and self.server_rule == "optimizer":
                 raise ValueError(
                     "must be 'adagrad' where strategy.servers is 'colocated': the job's own optimiser takes the "
                     "worker's local steps there; got server_rule 'optimizer'."
                 )
-            return self
 
         def optimizer_ranks(self, size: int) -> tuple[int, ...]:
             return super().optimizer_ranks(size) if self.server_rule == "optimizer" else ()

@@ -9,15 +9,13 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist import compress
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.compress import CompressionConfig, spans
 from hpcdist.compress.coding.reduction import TAG, join_messages, receive, split_message
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
@@ -54,22 +52,21 @@ class DPSGD(Strategy):
     """
 
     class Config(Strategy.Config):
-        topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
-        overlap: bool = Field(True, description="exchange parameters while the next gradient is computed")
-        compression: CompressionConfig = Field(CompressionConfig(), description="how differences are compressed")
+        topology: Named = Field(Named(name="ring"), "graph of the neighbours, see `hpcdist topology`")
+        overlap: bool = Field(True, "exchange parameters while the next gradient is computed")
+        compression: CompressionConfig = Field(CompressionConfig(), "how differences are compressed")
         consensus_rate: float | None = Field(
-            None, gt=0, le=1, description="γ, weight of the mean; none: 1 with fp16, bf16 and qsgd, else 0.05"
+            None, "γ, weight of the mean; none: 1 with fp16, bf16 and qsgd, else 0.05", gt=0, le=1
         )
 
-        @model_validator(mode="after")
-        def _copies_are_known_to_neighbours(self) -> Self:
+        @joint_rule
+        def _copies_are_known_to_neighbours(self) -> None:
             if not self.compression.error_feedback or self.compression.warmup_ranks is not None:
                 raise ValueError(
                     "strategy.compression of dpsgd must be with error_feedback and without warmup_ranks, for every "
                     f"rank's neighbours follow it; got {self.compression.name} with {self.compression.error_feedback} "
                     f"and {self.compression.warmup_ranks}. Leave them out, or take another compressor."
                 )
-            return self
 
         @property
         def rate(self) -> float:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from hpcdist.config.settings import Field
 from hpcdist.strategies.base import Update
 from hpcdist.strategies.server.elastic import ElasticStrategy, ElasticWorker
 
@@ -56,7 +56,7 @@ class EAMSGD(ElasticStrategy):
     """
 
     class Config(ElasticStrategy.Config):
-        momentum: float = Field(0.9, ge=0, lt=1, description="δ, Nesterov momentum of each worker; the paper has 0.99")
+        momentum: float = Field(0.9, "δ, Nesterov momentum of each worker; the paper has 0.99", ge=0, lt=1)
 
     config: Config
     worker_type = NesterovWorker

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, final
 
-from pydantic import Field
-
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.snapshot import Publication
+from hpcdist.config.settings import Field
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Update
 from hpcdist.strategies.common.state import copy_all
@@ -41,8 +40,8 @@ class GossipPull(Gossip):
     """
 
     class Config(SamplingConfig, Gossip.Config):
-        pulls: int = Field(1, ge=1, description="number of ranks whose parameters are fetched for one average")
-        torn: bool = Field(False, description="do not check that all fetched parameters belong to one step")
+        pulls: int = Field(1, "number of ranks whose parameters are fetched for one average", ge=1)
+        torn: bool = Field(False, "do not check that all fetched parameters belong to one step")
 
     config: Config
     contract = Contract(averages="parameters", synchronizes="never", memory="read by others", deaths="others continue")

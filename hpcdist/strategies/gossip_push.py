@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.config.settings import Field
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.decentralised.peers import Gossip, PeerSampler, SamplingConfig, average_in
@@ -54,7 +54,7 @@ class GossipPush(Gossip):
     """
 
     class Config(SamplingConfig, Gossip.Config):
-        pushes: int = Field(1, ge=1, description="number of ranks that the parameters are sent to at each average")
+        pushes: int = Field(1, "number of ranks that the parameters are sent to at each average", ge=1)
 
     config: Config
     contract = Contract(averages="parameters", synchronizes="never", memory="read by others", deaths="others continue")

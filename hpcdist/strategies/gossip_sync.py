@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal, final
 
 import torch
-from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.decentralised.peers import Gossip
@@ -44,19 +43,18 @@ class GossipSync(Gossip):
     """
 
     class Config(Gossip.Config):
-        seed: int = Field(0, ge=0, description="seed of the permutations, sampled from (seed, step)")
+        seed: int = Field(0, "seed of the permutations, sampled from (seed, step)", ge=0)
         pairing: Literal["permutation", "matching"] = Field(
-            "permutation", description="receive along a random permutation, or average in random disjoint pairs"
+            "permutation", "receive along a random permutation, or average in random disjoint pairs"
         )
 
-        @model_validator(mode="after")
-        def _pairs_are_of_two(self) -> Self:
+        @joint_rule
+        def _pairs_are_of_two(self) -> None:
             if self.pairing == "matching" and not self.include_self:
                 raise ValueError(
                     "strategy.include_self must be true with strategy.pairing 'matching', whose pairs are of two ranks "
                     "in any case; got false. Leave it out."
                 )
-            return self
 
         def synchronizes(self, step: int) -> bool:
             return step % self.interval == 0

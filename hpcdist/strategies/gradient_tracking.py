@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, final
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import Mixing, conserving
@@ -44,8 +43,8 @@ class GradientTracking(Strategy):
     """
 
     class Config(Strategy.Config):
-        topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
-        order: Literal["before", "after"] = Field("before", description="average before the local step, or after it")
+        topology: Named = Field(Named(name="ring"), "graph of the neighbours, see `hpcdist topology`")
+        order: Literal["before", "after"] = Field("before", "average before the local step, or after it")
 
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist import collectives
 from hpcdist.comm.communicator import Communicator
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Outcome, Update
@@ -44,14 +43,14 @@ class LocalSGD(Periodic):
     """
 
     class Config(OverlapConfig):
-        warmup_steps: int = Field(0, ge=0, description="number of first steps that all end with an average")
+        warmup_steps: int = Field(0, "number of first steps that all end with an average", ge=0)
         node_period: int | None = Field(
-            None, ge=1, description="steps between averages inside each node, fewer than period; none: no such averages"
+            None, "steps between averages inside each node, fewer than period; none: no such averages", ge=1
         )
-        average_optimizer_state: bool = Field(False, description="also average the optimiser's moments")
+        average_optimizer_state: bool = Field(False, "also average the optimiser's moments")
 
-        @model_validator(mode="after")
-        def _goes_together(self) -> Self:
+        @joint_rule
+        def _goes_together(self) -> None:
             if self.node_period is not None and self.node_period >= self.period:
                 raise ValueError(
                     f"strategy.node_period must be less than strategy.period, {self.period}; got {self.node_period}. "
@@ -63,7 +62,6 @@ class LocalSGD(Periodic):
                     "strategy.average_optimizer_state must be false where strategy.overlap is true, which takes a mean "
                     "up a step late; got true. Leave one of them out."
                 )
-            return self
 
         def synchronizes(self, step: int) -> bool:
             since_warmup = step - self.warmup_steps

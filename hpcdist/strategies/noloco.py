@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from pydantic import Field
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.decentralised.mixing import Mixing
@@ -42,12 +41,12 @@ class NoLoCo(Strategy):
     """
 
     class Config(Strategy.Config):
-        period: int = Field(50, ge=1, description="H: inner steps to one exchange")
-        group: int = Field(2, ge=2, description="ranks in a group; must divide the number of ranks")
-        outer_lr: float = Field(0.7, gt=0, description="ν: weight of a group's mean change in an outer step")
-        outer_momentum: float = Field(0.5, ge=0, lt=1, description="a: momentum of the outer step")
-        pull: float = Field(0.7, ge=0, le=2, description="γ: weight of the distance to the mean of the group's x")
-        seed: int = Field(0, ge=0, description="seed of the groups")
+        period: int = Field(50, "H: inner steps to one exchange", ge=1)
+        group: int = Field(2, "ranks in a group; must divide the number of ranks", ge=2)
+        outer_lr: float = Field(0.7, "ν: weight of a group's mean change in an outer step", gt=0)
+        outer_momentum: float = Field(0.5, "a: momentum of the outer step", ge=0, lt=1)
+        pull: float = Field(0.7, "γ: weight of the distance to the mean of the group's x", ge=0, le=2)
+        seed: int = Field(0, "seed of the groups", ge=0)
 
         def synchronizes(self, step: int) -> bool:
             return step % self.period == 0

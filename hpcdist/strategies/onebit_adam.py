@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from pydantic import Field
-
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import TwoWayMean, spans
+from hpcdist.config.settings import Field
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.synchronous.adam import AdamStep, zero_untrained
 
@@ -41,7 +40,7 @@ class OneBitAdam(AdamStep):
     """
 
     class Config(AdamStep.Config):
-        warmup_steps: int = Field(1000, ge=1, description="T: steps of Adam before v is frozen")
+        warmup_steps: int = Field(1000, "T: steps of Adam before v is frozen", ge=1)
 
     config: Config
 

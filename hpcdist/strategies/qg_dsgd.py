@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from pydantic import Field
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
@@ -42,8 +41,8 @@ class QGDSGD(Strategy):
     """
 
     class Config(Strategy.Config):
-        topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
-        memory: float = Field(0.9, ge=0, lt=1, description="μ: part of the momentum that a step keeps")
+        topology: Named = Field(Named(name="ring"), "graph of the neighbours, see `hpcdist topology`")
+        memory: float = Field(0.9, "μ: part of the momentum that a step keeps", ge=0, lt=1)
 
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step", optimizer="SGD")

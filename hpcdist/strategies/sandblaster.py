@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
@@ -72,18 +71,18 @@ class Sandblaster(Strategy):
     """
 
     class Config(LbfgsConfig):
-        servers: int = Field(1, ge=1, description="ranks that hold shards of the vectors, besides the coordinator")
-        portions: int = Field(4, ge=1, description="portions of a batch for each worker")
+        servers: int = Field(1, "ranks that hold shards of the vectors, besides the coordinator", ge=1)
+        portions: int = Field(4, "portions of a batch for each worker", ge=1)
         overlap: float = Field(
-            0.0, ge=0, le=0.5,
-            description="part of a batch that the next batch repeats, to compute y; 0: compute y on the whole batch",
-        )  # fmt: skip
-        seed: int = Field(
-            0, ge=0, description="seed of dropout and other random layers, the same in all evaluations of a step"
+            0.0,
+            "part of a batch that the next batch repeats, to compute y; 0: compute y on the whole batch",
+            ge=0,
+            le=0.5,
         )
+        seed: int = Field(0, "seed of dropout and other random layers, the same in all evaluations of a step", ge=0)
 
-        @model_validator(mode="after")
-        def _searches(self) -> Self:
+        @joint_rule
+        def _searches(self) -> None:
             if not self.c1 < self.c2:
                 raise ValueError(f"strategy.c1 must be less than strategy.c2; got {self.c1} and {self.c2}.")
             if self.on_nonfinite == "ignore":
@@ -91,7 +90,6 @@ class Sandblaster(Strategy):
                     "strategy.on_nonfinite must be stop or skip with sandblaster, whose line search needs finite "
                     "losses; got ignore. Use skip."
                 )
-            return self
 
         def workers(self, size: int) -> tuple[int, ...]:
             return assign_lbfgs(size, self.servers).workers
@@ -117,6 +115,7 @@ class Sandblaster(Strategy):
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any):
         self.roles = roles = assign_lbfgs(comm.size, config.servers)
         super().__init__(config, comm, model, **kwargs)
+        self._check_optimizer()
         self.coordinates, self.has_shard = comm.rank == COORDINATOR, comm.rank in roles.shards
         self.joint: JointBatch | None = None  # the batch of the next step, set by the loop
         self.point = self.opened(SharedPoint(comm, roles.shards, model.params))
@@ -138,7 +137,6 @@ class Sandblaster(Strategy):
             coordinator = Coordinator(lbfgs, vectors, portions, self._report)
             self.state.custom("lbfgs", coordinator.state_dict, coordinator.load_state_dict, lambda: None, reshard=first)
             self.coordinator = coordinator
-            self._warn_of_unused()
         if self.is_worker:
             self.worker = PortionWorker(comm, model, self.point, portions, config.seed, self._push, self._ask)
         clock_owner: Any = self.worker if self.is_worker else self.coordinator if self.coordinates else self
@@ -167,10 +165,12 @@ class Sandblaster(Strategy):
         )
         return sums, self.opened(work)
 
-    def _warn_of_unused(self) -> None:
+    def _check_optimizer(self) -> None:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
+        if any(group.get("maximize") for group in groups):
+            raise ConfigError("maximize of the optimiser must be False with sandblaster; got True. Negate the loss.")
         decays = max((group.get("weight_decay") or 0.0 for group in groups), default=0.0)
-        if decays:
+        if decays and self.comm.rank == COORDINATOR:
             _log.warning(
                 "sandblaster does not run %s, and does not apply its weight_decay, %g. Add it to the loss.",
                 type(self.optimizer).__name__, decays,
@@ -189,8 +189,7 @@ class Sandblaster(Strategy):
 
         Args:
             solve: the local optimiser's step; not called.
-            closure: runs the backward pass of a portion, a slice of the joint batch, and returns its mean loss. The
-                gradients are None before.
+            closure: runs the backward pass of a slice of the joint batch, without gradients before; returns its loss.
 
         Returns:
             The step's record, and the loss of the batch at the start of the step, a float64 scalar, shape ().

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Flats
@@ -44,9 +43,9 @@ class SGP(Strategy):
 
     class Config(WireConfig):
         topology: Named = Field(
-            Named(name="one_peer_exponential"), description="directed graph of messages, see `hpcdist topology`"
+            Named(name="one_peer_exponential"), "directed graph of messages, see `hpcdist topology`"
         )
-        overlap: bool = Field(False, description="receive messages one step later, while the next gradient is computed")
+        overlap: bool = Field(False, "receive messages one step later, while the next gradient is computed")
 
         def narrow(self, contract: Contract, size: int) -> Contract:
             unbiased = load(self.topology.name).doubly_stochastic  # else each step recomputes parameters from x

@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import WIDE
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named, joint_rule
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
@@ -55,18 +53,18 @@ class SlowMo(Periodic):
     """
 
     class Config(OverlapConfig):
-        period: int = Field(48, ge=1, description="H: steps to one slow step")
+        period: int = Field(48, "H: steps to one slow step", ge=1)
         base: Named = Field(
-            Named(name="local"), description="base strategy in a period: local, dpsgd, sgp or sparta, with its options"
+            Named(name="local"), "base strategy in a period: local, dpsgd, sgp or sparta, with its options"
         )
-        slow_lr: float = Field(1.0, gt=0, description="α: learning rate of the slow step, in units of the optimiser's")
-        slow_momentum: float = Field(0.5, ge=0, lt=1, description="β: momentum of the slow step")
+        slow_lr: float = Field(1.0, "α: learning rate of the slow step, in units of the optimiser's", gt=0)
+        slow_momentum: float = Field(0.5, "β: momentum of the slow step", ge=0, lt=1)
         inner_state: Literal["keep", "reset", "average"] = Field(
-            "keep", description="keep, reset or average the local optimiser's momentum and mean squares at a slow step"
+            "keep", "keep, reset or average the local optimiser's momentum and mean squares at a slow step"
         )
 
-        @model_validator(mode="after")
-        def _has_a_base(self) -> Self:
+        @joint_rule
+        def _has_a_base(self) -> None:
             if self.base.name not in ("local", *BASES):
                 raise ValueError(
                     f"strategy.base must be one of local, {', '.join(BASES)}; got {self.base.name}. Take one of them."
@@ -87,7 +85,6 @@ class SlowMo(Periodic):
                         f"strategy.base.delay must be less than strategy.period, {self.period}, for a slow step drops "
                         f"what is under way; got {delay}. Take a smaller delay, or a longer period."
                     )
-            return self
 
         def base_options(self) -> Strategy.Config:
             """Return the options of a base other than local."""

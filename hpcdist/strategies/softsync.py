@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, final
 
-from pydantic import Field
-
 from hpcdist.comm.communicator import Communicator
+from hpcdist.config.settings import Field
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import ServerRequest
@@ -53,7 +52,7 @@ class Softsync(GradientStrategy):
     """
 
     class Config(StaleConfig):
-        splits: int = Field(1, ge=1, description="n: the server updates after every ⌊workers/n⌋ gradients")
+        splits: int = Field(1, "n: the server updates after every ⌊workers/n⌋ gradients", ge=1)
         fan_in: FanIn = None
 
         def quota(self, workers: int) -> int:

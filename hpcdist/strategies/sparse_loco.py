@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
-from pydantic import Field, model_validator
-from typing_extensions import Self
+from pydantic import model_validator
 
 from hpcdist import compress
 from hpcdist.compress import CompressionConfig, Compressor
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.strategies.synchronous.fragments import Fragment
 from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic
 
@@ -17,7 +17,7 @@ from hpcdist.strategies.synchronous.periodic import OverlapConfig, Periodic
 class SparseCompression(CompressionConfig):
     """A compressor by name; the defaults of chunk_topk are values = 2bit and decay = 0.95 here."""
 
-    name: str = Field("chunk_topk", description="compressor; chunk_topk with values = 2bit and decay = 0.95")
+    name: str = Field("chunk_topk", "compressor; chunk_topk with values = 2bit and decay = 0.95")
 
     @model_validator(mode="before")
     @classmethod
@@ -54,17 +54,17 @@ class SparseLoCo(Periodic):
     """
 
     class Config(OverlapConfig):
-        period: int = Field(30, ge=1, description="H: local steps to one exchange")
-        outer_lr: float = Field(1.0, gt=0, description="step of the common parameters along the mean of the messages")
+        period: int = Field(30, "H: local steps to one exchange", ge=1)
+        outer_lr: float = Field(1.0, "step of the common parameters along the mean of the messages", gt=0)
         combine: Literal["ranks", "senders"] = Field(
-            "ranks", description="compute an element's mean over all ranks, or over its senders"
+            "ranks", "compute an element's mean over all ranks, or over its senders"
         )
         compression: SparseCompression = Field(
-            SparseCompression.from_mapping({}), description="how differences are compressed; none would be diloco"
+            SparseCompression.from_mapping({}), "how differences are compressed; none would be diloco"
         )
 
-        @model_validator(mode="after")
-        def _sends_parts(self) -> Self:
+        @joint_rule
+        def _sends_parts(self) -> None:
             chosen = compress.load(self.compression.name)
             if not self.compression:
                 raise ValueError(
@@ -76,7 +76,6 @@ class SparseLoCo(Periodic):
                     "strategy.combine must be ranks unless a rank sends some elements and not others; got senders "
                     f"with {self.compression.name}, of which each message has all. Take chunk_topk or topk, or ranks."
                 )
-            return self
 
     config: Config
 

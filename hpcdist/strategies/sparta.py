@@ -8,11 +8,11 @@ from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.collectives.calls import Work
 from hpcdist.comm.communicator import Communicator
+from hpcdist.config.settings import Field
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
 from hpcdist.strategies.common.records import waiting_for_work
@@ -54,16 +54,16 @@ class SPARTA(Strategy):
     """
 
     class Config(Strategy.Config):
-        share: float = Field(0.005, ge=0, le=1, description="part of the parameters that a step averages")
+        share: float = Field(0.005, "part of the parameters that a step averages", ge=0, le=1)
         selection: Literal["random", "shuffled", "partition"] = Field(
-            "random", description="sample elements in each step, or slices of one random order, or of one per round"
+            "random", "sample elements in each step, or slices of one random order, or of one per round"
         )
-        delay: int = Field(0, ge=0, description="τ: steps from sending a part to merging its mean")
+        delay: int = Field(0, "τ: steps from sending a part to merging its mean", ge=0)
         merge: Literal["shift", "plain"] = Field(
-            "shift", description="after a delay keep this rank's own steps since then, or replace them by the mean"
+            "shift", "after a delay keep this rank's own steps since then, or replace them by the mean"
         )
-        seed: int = Field(0, ge=0, description="seed of the parts")
-        algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
+        seed: int = Field(0, "seed of the parts", ge=0)
+        algorithm: str = Field("auto", "all-reduce algorithm; auto chooses by size and ranks")
 
     config: Config
     contract = Contract(averages="parameters", synchronizes="every step")

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import final
 
-from pydantic import Field
-
+from hpcdist.config.settings import Field
 from hpcdist.strategies.server.channel import NOBODY, ServerRequest
 from hpcdist.strategies.server.gradients import GradientStrategy, Policy
 
@@ -81,7 +80,7 @@ class SSP(GradientStrategy):
     """
 
     class Config(GradientStrategy.Config):
-        bound: int = Field(3, ge=0, description="s: number of steps that a worker may be ahead of the slowest worker")
+        bound: int = Field(3, "s: number of steps that a worker may be ahead of the slowest worker", ge=0)
 
     config: Config
     contract = replace(GradientStrategy.contract, averages="gradients")

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, final
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist import compress
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.common.state import first, mean_of_ranks
@@ -56,30 +55,26 @@ class StreamingDiLoCo(Periodic):
     """
 
     class Config(Periodic.Config):
-        period: int = Field(100, ge=1, description="H: steps in which each fragment is exchanged once")
-        fragment_layers: int | None = Field(
-            3, ge=1, description="layers in a fragment; none: all parameters are one fragment"
-        )
+        period: int = Field(100, "H: steps in which each fragment is exchanged once", ge=1)
+        fragment_layers: int | None = Field(3, "layers in a fragment; none: all parameters are one fragment", ge=1)
         order: Literal["strided", "sequential"] = Field(
-            "strided", description="a fragment has every F-th layer, for F fragments, or consecutive layers"
+            "strided", "a fragment has every F-th layer, for F fragments, or consecutive layers"
         )
-        delay: int = Field(
-            1, ge=0, description="τ: steps from sending a fragment to merging its mean, with blend and shift"
-        )
+        delay: int = Field(1, "τ: steps from sending a fragment to merging its mean, with blend and shift", ge=0)
         merge: Literal["blend", "shift", "delayed", "eager"] = Field(
             "blend",
-            description="blend the rank's parameters with the common ones; shift: keep its own steps since then; "
+            "blend the rank's parameters with the common ones; shift: keep its own steps since then; "
             "delayed: apply the mean a period later; eager: the same, with this rank's part of this period",
         )
-        blend: float = Field(0.5, ge=0, le=1, description="α: weight of the rank's own parameters in a blend")
-        outer_lr: float = Field(0.4, gt=0, description="learning rate of the outer optimiser")
-        outer_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer optimiser")
+        blend: float = Field(0.5, "α: weight of the rank's own parameters in a blend", ge=0, le=1)
+        outer_lr: float = Field(0.4, "learning rate of the outer optimiser", gt=0)
+        outer_momentum: float = Field(0.9, "Nesterov momentum of the outer optimiser", ge=0, lt=1)
         compression: CompressionConfig = Field(
-            CompressionConfig(), description="how differences are compressed; e3m0 sends four bits per element"
+            CompressionConfig(), "how differences are compressed; e3m0 sends four bits per element"
         )
 
-        @model_validator(mode="after")
-        def _merges_before_it_sends_again(self) -> Self:
+        @joint_rule
+        def _merges_before_it_sends_again(self) -> None:
             if not self.lasts_a_period and self.delay >= self.period:
                 raise ValueError(
                     f"strategy.delay must be less than strategy.period, {self.period}, as a fragment is merged "
@@ -95,7 +90,6 @@ class StreamingDiLoCo(Periodic):
                     "strategy.compression of streaming_diloco must remember nothing but what it has not sent; got "
                     f"{self.compression.name}. Take e3m0, qsgd or topk."
                 )
-            return self
 
         @property
         def lasts_a_period(self) -> bool:

@@ -8,15 +8,13 @@ from typing import Any, NamedTuple, final
 
 import networkx as nx
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import ANY, Communicator, Request
 from hpcdist.compress import CompressionConfig, Feedback, only_used, spans
 from hpcdist.compress.coding.reduction import join_messages, split_message
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named, joint_rule
 from hpcdist.errors import RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
@@ -47,9 +45,7 @@ class _Link:
 class Updates(CompressionConfig):
     """The choice of a compressor for updates."""
 
-    name: str = Field(
-        "threshold", description="compressor, see `hpcdist compressors`; none sends everything uncompressed"
-    )
+    name: str = Field("threshold", "compressor, see `hpcdist compressors`; none sends everything uncompressed")
 
 
 @final
@@ -80,18 +76,17 @@ class Strom(Strategy):
     """
 
     class Config(Strategy.Config):
-        compression: Updates = Field(Updates(), description="how updates are compressed")
-        topology: Named = Field(Named(name="complete"), description="graph of messages, see `hpcdist topology`")
-        add_up: bool = Field(False, description="add the updates of all ranks; false averages them")
+        compression: Updates = Field(Updates(), "how updates are compressed")
+        topology: Named = Field(Named(name="complete"), "graph of messages, see `hpcdist topology`")
+        add_up: bool = Field(False, "add the updates of all ranks; false averages them")
 
-        @model_validator(mode="after")
-        def _trees_hold_what_they_pass_on(self) -> Self:
+        @joint_rule
+        def _trees_hold_what_they_pass_on(self) -> None:
             if not self.compression.error_feedback and not load(self.topology.name).complete:
                 raise ValueError(
                     "strategy.compression.error_feedback must be true where strategy.topology is not complete, for "
                     "what a rank passes on waits in the residual; got false. Leave it out."
                 )
-            return self
 
     config: Config
     contract = Contract(averages="parameters", synchronizes="never", deaths="others continue")

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
-from pydantic import Field
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import TwoWayMean, spans
+from hpcdist.config.settings import Field
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import copy_all, zero_all
@@ -47,10 +47,10 @@ class ZeroOneAdam(AdamStep):
     """
 
     class Config(AdamStep.Config):
-        variance_steps: int = Field(1000, ge=1, description="steps after which v is frozen, and steps are local")
-        full_steps: int = Field(16, ge=1, description="κ: full steps after which their interval doubles")
-        local_steps: int = Field(32_768, ge=1, description="steps after which the interval of exchanges doubles")
-        most_local: int = Field(16, ge=1, description="largest number of steps between exchanges")
+        variance_steps: int = Field(1000, "steps after which v is frozen, and steps are local", ge=1)
+        full_steps: int = Field(16, "κ: full steps after which their interval doubles", ge=1)
+        local_steps: int = Field(32_768, "steps after which the interval of exchanges doubles", ge=1)
+        most_local: int = Field(16, "largest number of steps between exchanges", ge=1)
 
         def local(self, step: int) -> bool:
             """Return whether a step, counted from 1, is in phase 2."""

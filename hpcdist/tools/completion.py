@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
@@ -22,27 +22,18 @@ from typer.core import TyperArgument, TyperOption
 
 from hpcdist.errors import HpcdistError
 from hpcdist.registry import catalogue, installed
-from hpcdist.tools.slurm.places import sites as known_sites
+from hpcdist.tools.slurm.places import sites
 
 VARIABLE = "_HPCDIST_COMPLETE"  # set by a shell that asks for completion
-Completer = Callable[[Any, str], list[str]]
 Tables = dict[str, dict[str, tuple[str, list[str]]]]  # default and values of each setting, by its owner
 
 
 # --- completers, for `autocompletion` of arguments and options --------------------------------------------------------
-def names(group: str) -> Completer:
-    return lambda ctx, incomplete: catalogue(group).available()
-
-
-def datasets(ctx: Any, incomplete: str) -> list[str]:
+def datasets() -> list[str]:
     return [name.replace("_", "-") for name in catalogue("importers").available()]
 
 
-def sites(ctx: Any, incomplete: str) -> list[str]:
-    return known_sites()
-
-
-def runs(ctx: Any, incomplete: str) -> list[str]:
+def runs() -> list[str]:
     """Complete the folder of a run, or a folder with several runs."""
     run_folders = (path.parent for pattern in ("*/run.json", "*/*/run.json") for path in Path("runs").glob(pattern))
     return sorted({str(folder) for run in run_folders for folder in (run, run.parent)})
@@ -72,7 +63,7 @@ def settings(ctx: Any, incomplete: str) -> list[str]:
 
 
 def specification(ctx: Any, incomplete: str) -> list[str]:
-    known = {"site": known_sites(), "strategy": catalogue("strategies").available()}
+    known = {"site": sites(), "strategy": catalogue("strategies").available()}
     table = fields("slurm")
     return _of_table(table | {key: table[key]._replace(values=tuple(known[key])) for key in known}, incomplete)
 

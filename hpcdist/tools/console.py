@@ -20,7 +20,6 @@ from hpcdist import log
 if TYPE_CHECKING:  # their modules import torch, which takes seconds
     from hpcdist.config.settings import Option
     from hpcdist.records import Summary
-    from hpcdist.topology import Topology
     from hpcdist.train import Progress
 
 T = TypeVar("T")
@@ -61,10 +60,15 @@ def duration(seconds: float) -> str:
 def amount(n_bytes: float) -> str:
     """Format a number of bytes with three digits: 12.3 kB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
+        if n_bytes < 999.5:  # 1000 with three digits
             return f"{n_bytes:.3g} {unit}"
         n_bytes /= 1000
     return f"{n_bytes:.3g} TB"
+
+
+def count(number: int, noun: str) -> str:
+    """Format a number of things: `1 rank`, `4 ranks`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def bar(fraction: float, width: int, *, ascii_only: bool) -> str:
@@ -146,7 +150,7 @@ def _progress_parts(now: Progress) -> dict[str, str]:
 def result(folder: Path, summary: Summary) -> None:
     """Print one line about a finished run."""
     metrics = ", ".join(f"test {name} {value:.4f}" for name, value in summary.metrics.items())
-    ranks = f"{summary.ranks} rank{'s' * (summary.ranks > 1)}"
+    ranks = count(summary.ranks, "rank")
     if summary.stages > 1:
         replicas = summary.ranks // summary.stages
         bubble = sum(summary.bubbles) / summary.stages
@@ -341,15 +345,6 @@ def _print_text(text: str, before: str = " " * 4, hanging: int = 4) -> None:
 def columns() -> int:
     """Return the width for text: the terminal's, up to TEXT_COLUMNS."""
     return min(TEXT_COLUMNS, shutil.get_terminal_size((TEXT_COLUMNS, 24)).columns)
-
-
-def topology(graph: Topology) -> None:
-    """Print a topology's properties, and a table of neighbours for each distinct step."""
-    from hpcdist.tools.topology import adjacency, describe, steps
-
-    facts(describe(graph))
-    for step in steps(graph):
-        rows(None if graph.static else f"step {step}", adjacency(graph, step))
 
 
 def facts(mapping: Mapping[str, Any], indent: int = 0) -> None:

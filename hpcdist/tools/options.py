@@ -6,26 +6,38 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import completion
 
+
+def option(metavar: str, meaning: str, *names: str, **more: Any) -> Any:
+    """Return an option with a value; `names` replace its parameter's, `more` are arguments of typer.Option."""
+    return Option(*names, metavar=metavar, help=meaning, **more)
+
+
+def argument(metavar: str, meaning: str, **more: Any) -> Any:
+    return Argument(metavar=metavar, help=meaning, **more)
+
+
+def flag(name: str, meaning: str) -> Any:
+    """Return an option without a value."""
+    return Option(name, help=meaning)
+
+
 Launcher = Annotated[
-    str | None, Option(metavar="COMMAND", help="Command that starts ranks: 'srun --mpi=pmix -n'. Default: mpirun -n.")
+    str | None, option("COMMAND", "Command that starts ranks: 'srun --mpi=pmix -n'. Default: mpirun -n.")
 ]
-Config = Annotated[Path | None, Option(metavar="TOML", help="File of settings.")]
+Config = Annotated[Path | None, option("TOML", "File of settings.")]
 Overrides = Annotated[
     list[str] | None,
-    Option(
-        "--set", metavar="KEY=VALUE", help="Override a setting. May be repeated.", autocompletion=completion.settings
-    ),
+    option("KEY=VALUE", "Override a setting. May be repeated.", "--set", autocompletion=completion.settings),
 ]
 Target = Annotated[
-    str | None,
-    Option(metavar="METRIC=VALUE", help="Result to reach, such as accuracy=0.97. The time until then is shown."),
+    str | None, option("METRIC=VALUE", "Result to reach, such as accuracy=0.97. The time until then is shown.")
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,10 @@ from hpcdist.records import (
     StepRecord,
     Summary,
     append_evaluation,
+    continue_records,
     keep_evaluations,
     read_evaluations,
     read_records,
-    record_path,
     resources_path,
     summarise,
     write_summary,
@@ -94,10 +94,10 @@ class RunLog:
         self._gradients = 0  # number that this rank, a server, has applied in this epoch
         self._since: float | None = None  # start of the current training
 
-    def open(self, first_step: int) -> None:
-        """Collective. Open this rank's file of records at `first_step`, and drop records of this and later steps."""
+    def open(self, first_step: int, saved: Sequence[int] = ()) -> None:
+        """Collective. Open this rank's file of records, and drop repeated ones; see `continue_records`."""
         self.energy.start()
-        self._writer = RecordWriter(record_path(self._folder, self._comm.rank), first_step=first_step)
+        self._writer = continue_records(self._folder, self._comm.rank, self._comm.size, first_step, saved)
         if self._is_writer:
             keep_evaluations(self._folder, self._position.step)
         if self._position.step:  # in a resumed run

@@ -73,7 +73,7 @@ class Trainer:
             self.replica.unchecked = {"test": self._test, "train": self._train}
         self.stop_conditions = StopConditions(config, comm, self.position, len(self._train))
         self._distribute_samples(self.strategy.config.workers(self.replica.others.size))
-        logging_ranks = tuple(map(self.replica.logging_rank, self.workers))
+        logging_ranks = tuple((number + 1) * config.parallel.stages - 1 for number in self.workers)
         settings = {**config.model_dump(), "strategy": {"name": config.strategy.name, **self.strategy_options}}
         curves = Curves(config.log, settings, comm, logging_ranks, self.optimizer, output, tuple(job.metrics))
         self.log = RunLog(output, config, comm, self.position, self.stop_conditions, report, curves, self.device)
@@ -152,7 +152,7 @@ class Trainer:
         if resume_from is not None:
             resume.load(self, resume_from)
         self.stop_conditions.check_clock(self.log.train_s)
-        self.log.open(first_step=self.strategy.steps + 1)
+        self.log.open(self.strategy.steps + 1, self.strategy.records.saved)
         self.early_stopping.add(self.log.earlier)
         self.stop_conditions.stopped = self.early_stopping.reason
         self._saving = Saving(self.config, self.leaving)
@@ -347,7 +347,8 @@ class Trainer:
 
     def _write(self, record: StepRecord) -> None:
         """Write the record of a step; raise NonFiniteError after too many skipped ones."""
-        self.log.write(self.replica.account(record), record.loss)
+        is_logging, loss = self.strategy.records.is_logging, record.loss
+        self.log.write(record if is_logging else replace(record, samples=0, loss=None), loss)
         self._skipped = count_skipped(self._skipped, record, self.config.max_skipped)
         if not self.strategy.is_worker:
             self.log.count_gradients(len(record.staleness))
@@ -357,7 +358,7 @@ class Trainer:
         self.log.flush()
         params, _ = self.strategy.consensus()
         sha256 = self.replica.digest(self.model, params)
-        pending = torch.tensor([self.strategy.records.pending() if self.replica.is_logging else 0])
+        pending = torch.tensor([self.strategy.records.pending() if self.strategy.records.is_logging else 0])
         self.comm.allreduce(pending)
         self.comm.barrier()  # all records are in the files
         reason = self.stop_conditions.stopped

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -23,22 +25,29 @@ MAX_RANKS = 256  # virtual ranks in a rehearsal: they are threads
 WIDTH = 128  # of the model in a rehearsal: enough for a shard of it on each rank
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread within the context, and keep its random state."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def measure_layers(job: Job, config: JobConfig, device: torch.device) -> list[LayerCost]:
     """Measure each layer of a job's model on its largest micro-batch, on a GPU or with one thread.
 
     Creates a missing data file. Raises ConfigError unless the model is a chain of layers.
     """
     samples = -(-config.batch_size // config.parallel.micro_batches)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng():
-            x, y = first_batch(job, config, samples)
-            torch.manual_seed(config.seed)
-            with named_misfits(config.data.path, "train", None, x=x, y=y):
-                return measure(lambda: job.model(**config.model), x, job.loss, y, repeats=REPEATS, device=device)
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread():
+        x, y = first_batch(job, config, samples)
+        torch.manual_seed(config.seed)
+        with named_misfits(config.data.path, "train", None, x=x, y=y):
+            return measure(lambda: job.model(**config.model), x, job.loss, y, repeats=REPEATS, device=device)
 
 
 def with_measured_cut(comm: Communicator, job: Job, config: JobConfig, device: torch.device) -> JobConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.pipeline import Pipeline
-from hpcdist.records import StepRecord, digest
+from hpcdist.records import digest
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.session.misfit import named_misfits, require_labels
 from hpcdist.train.job import Job, JobData
@@ -32,22 +31,13 @@ class JobReplica(abc.ABC):
 
     module: nn.Module  # this rank's layers
     others: Communicator  # the ranks with the same layers, one per replica; its rank numbers are replica numbers
-    is_logging: bool = True  # this rank records the replica's samples, losses and staleness
     grid: Grid | None = None  # stages and replicas; None if each rank has a whole model
     cut: tuple[int, ...] = ()  # the numbers of layers of the stages; empty if each rank has a whole model
     columns: tuple[str, ...] = COLUMNS  # the data that this rank reads: x on the first stage, y on the last one
 
     @abc.abstractmethod
-    def logging_rank(self, number: int) -> int:
-        """Return the rank that records the samples and losses of a replica."""
-
-    @abc.abstractmethod
     def backward(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         """Add the gradients of a batch; return its mean loss, a float64 scalar. Collective in the replica."""
-
-    @abc.abstractmethod
-    def account(self, record: StepRecord) -> StepRecord:
-        """Add the traffic and waiting within the replica since the last record."""
 
     @abc.abstractmethod
     def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
@@ -67,9 +57,6 @@ class WholeReplica(JobReplica):
         self._job, self._config, self.others, self._precision = job, config, comm, precision
         self.module = job.model(**config.model).to(device)
         self.unchecked: dict[str, JobData] = {}  # data sets by split, until their labels are compared with outputs
-
-    def logging_rank(self, number: int) -> int:
-        return number
 
     def backward(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         self.others.compute()
@@ -96,9 +83,6 @@ class WholeReplica(JobReplica):
         with self.others.trace.span("backward", "compute"):
             self._precision.scaler.scale(loss).backward()
         return loss.detach()
-
-    def account(self, record: StepRecord) -> StepRecord:
-        return record
 
     def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
         return digest(params)
@@ -127,12 +111,8 @@ class StagedReplica(JobReplica):
             routing=settings.routing, seed=config.seed,
         )  # fmt: skip
         _require_parameters(comm, self.module)
-        self.cut, self.is_logging = self.module.cut.sizes, self.module.is_last
+        self.cut = self.module.cut.sizes
         self.columns = ("x",) * self.module.is_first + ("y",) * self.module.is_last
-        self._before = self.module.traffic()
-
-    def logging_rank(self, number: int) -> int:
-        return (number + 1) * self.grid.stages - 1
 
     def backward(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         # A smaller batch has fewer micro-batches: batch norm refuses those of one sample.
@@ -142,20 +122,6 @@ class StagedReplica(JobReplica):
         used = {"x": x if self.module.is_first else None, "y": y if self.module.is_last else None}
         with self._precision.autocast(), named_misfits(self._path, "train", self.module, **used):
             return self.module.forward_backward(x, y, **how)
-
-    def account(self, record: StepRecord) -> StepRecord:
-        now = self.module.traffic()
-        spent, self._before = now - self._before, now
-        exchange_s = spent.communicating_s + spent.waiting_s  # inside `backward`, so far counted as computing
-        record = replace(
-            record,
-            **{name: getattr(record, name) + amount for name, amount in vars(spent).items()},
-            computing_s=max(0.0, record.computing_s - exchange_s),
-            stage_bytes=spent.bytes_sent,
-            stage_s=exchange_s,
-            waited_for={rank * self.grid.stages + self.grid.stage: s for rank, s in record.waited_for.items()},
-        )
-        return record if self.is_logging else replace(record, samples=0, loss=None, staleness=(), dropped=0)
 
     def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
         """Return the sha256 that `records.digest` has for the whole model's flat tensors. Collective in the replica.

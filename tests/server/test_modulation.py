@@ -61,6 +61,7 @@ def _scripted(name, options, requests, workers, optimizer):
                 used = torch.ones(1, dtype=torch.bool)
                 strategy.server.receive(ServerRequest(1 + worker, GRADIENT, 1.0, (clock,), [gradient.clone()], used))
                 found.append(strategy.model.params[0].clone())
+            strategy.server.end()
         comm.barrier()
         strategy.close()
         return found, [s for record in records for s in record.staleness]

@@ -186,7 +186,8 @@ BESIDE = (
     "grad_scaler_with_clipping", "accumulation_with_uneven_data", "accumulation_with_no_sync",
     "several_losses_one_of_which_reaches_a_part", "a_branch_taken_in_some_steps", "a_branch_taken_on_some_ranks",
     "a_layer_frozen_later", "a_layer_unfrozen_later", "two_optimizers_on_one_model", "gan", "tied_weights",
-    "activation_checkpointing_reentrant", "never_zeroed", "sync_batch_norm_with_uneven_data", "lbfgs",
+    "activation_checkpointing_reentrant", "never_zeroed", "hooks_on_accumulated_gradients",
+    "sync_batch_norm_with_uneven_data", "lbfgs",
     "sparse_gradients", "sums_of_several_batches", "means_over_tokens_of_several_batches",
 )  # fmt: skip
 JOINT["allreduce beside"] = {"overlap": "on"}

@@ -16,12 +16,13 @@ import hpcdist as hd
 from comm.jobs_here import run, write
 from harness.cases import each
 from harness.launch import find_mpirun
-from hpcdist.comm.virtual import Constant, run_virtual
+from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.records import load_run, load_summary, read_evaluations, read_records
 from hpcdist.session.run import LoopRun
 from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.runs import Run
+from hpcdist.tools.watch.view import view
 
 N, BATCH, EPOCHS = 50, 4, 3
 
@@ -71,6 +72,36 @@ def test_a_loop_writes_what_a_job_writes(strategy, tmp_path):
     assert [len(records) for records in workers] == [EPOCHS * steps] * (3 - servers)
     assert load_run(folder).settings["strategy"]["name"] == strategy
     assert Run(folder).outcome == "ended"
+
+
+@each("shards", [True, False])
+def test_a_pipeline_s_run_counts_each_sample_once_and_what_stages_exchange(shards, tmp_path):
+    """Two replicas of two stages. Of the last of 7 steps one replica has all samples, where they are shared out."""
+    folder = tmp_path / str(shards)
+
+    def body(comm):
+        hd.init(comm=comm, run=folder)
+        layers = [torch.nn.Linear(2, 8), torch.nn.Linear(8, 1)]
+        model = hd.pipeline(torch.nn.Sequential(*layers), mse_loss, stages=2, cut=[1, 1], micro_batches=1)
+        local = torch.optim.SGD(model.parameters(), 0.01)
+        hd.DistributedOptimizer(local, model, on_nonfinite="skip", identical_batches="allow")
+        loader = DataLoader(TensorDataset(torch.ones(N, 2), torch.ones(N, 1)), BATCH)
+        for step, (x, y) in enumerate(hd.shard(loader) if shards else loader):
+            model.step(x if step != 3 else x * torch.nan, y)
+        hd.finish(model)
+
+    run_virtual(body, 4, network=Network(0.5, 1e9))
+    summary, records = load_summary(folder), read_records(folder)
+    steps = 13 if shards else 26  # of both replicas
+    assert (summary.samples, summary.workers, summary.stages) == (shards * N, 2, 2)
+    assert (summary.skipped, sum(summary.staleness.histogram.values())) == (2, steps - 2)
+    exchanged = [sum(record.stage_bytes for record in of_rank) for of_rank in records.values()]
+    assert exchanged == ([1334, 1030, 1218, 1094] if shards else [2122, 1866, 2122, 1866])
+    assert min(summary.bubbles) > 0.5, "nothing takes time but the network"
+    (folder / "summary.json").unlink()
+    watched = view("run", Run(folder, follow=True))
+    assert watched.bytes_per_step == pytest.approx(summary.bytes_per_step)
+    assert watched.samples == summary.samples and not any(rank.serves for rank in watched.ranks)
 
 
 def test_steps_that_evaluate_closures_are_written_too(tmp_path):
@@ -209,6 +240,38 @@ def test_a_new_folder_may_start_with_a_later_step(tmp_path):
     found = [run_virtual(partial(body, folder=folder), 2)[0] for folder in ("first", "second")]
     assert found == [None, 7]
     assert min(each.step for each in read_records(tmp_path / "second")[0]) == 8
+
+
+@each("strategy", ["gossip_pull", "parameter_server"])
+def test_a_run_that_continues_on_other_ranks_counts_each_step_once(strategy, tmp_path):
+    """The first start has trained for an epoch more than its checkpoint has."""
+    folder = tmp_path / strategy
+
+    def body(comm):
+        hd.init(comm=comm, run=folder)
+        model = torch.nn.Linear(2, 1)
+        optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model, strategy=strategy)
+        loader = hd.shard(DataLoader(TensorDataset(torch.ones(N, 2), torch.ones(N, 1)), BATCH))
+        hd.load(folder / "saved", optimizer=optimizer, loader=loader)
+        for epoch in range(loader.next_epoch, 2):
+            for x, y in loader:
+                comm.compute()
+                optimizer.zero_grad()
+                mse_loss(model(x), y).backward()
+                optimizer.step()
+            if epoch == 0:
+                hd.save(folder / "saved", optimizer=optimizer, loader=loader)
+            hd.log_metrics({"epoch": epoch})
+        hd.finish(model)
+
+    run_virtual(body, 4, compute=Constant(0.5))
+    for size in (2, 3):
+        (folder / "summary.json").unlink()
+        run_virtual(body, size, compute=Constant(0.5))
+        summary = load_summary(folder)
+        assert summary.samples == 2 * N and read_evaluations(folder)[-1].samples == 2 * N
+        steps = sum(r.samples > 0 for of_rank in read_records(folder).values() for r in of_rank)
+        assert sum(summary.staleness.histogram.values()) + summary.pending == steps, "one staleness for each gradient"
 
 
 def test_metrics_before_the_optimiser_are_written_once_where_rank_0_serves(tmp_path):

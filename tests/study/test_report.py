@@ -94,6 +94,7 @@ def test_servers_and_ranks_that_diverge_have_their_place_in_curves(tmp_path):
     (run,) = only_job(tmp_path).runs
     assert run.curves.evaluations["bytes"].tolist() == [1200 + 600, 2400 + 1200], "a server is as far as its workers"
     assert len(run.curves.losses) == 60 and run.curves.losses["loss"].tolist() == [1.5] * 30 + [1.0] * 30
+    assert run.curves.losses[["samples", "seconds"]].iloc[-1].tolist() == [2400, 12.0], "samples without a loss count"
     assert run.curves.times["waiting"].tolist() == pytest.approx([2.4, 0.0, 0.0]) and run.run.batch is None
 
 

@@ -124,6 +124,9 @@ def test_steps_take_as_long_as_in_another_run():
     model = ClusterConfig(compute="replay:run").steps(lambda given: given)
     assert [model.sample(0, None) for _ in range(3)] == [0.5, 0.25, 0.5] and model.sample(1, None) == 2.0
     assert describe(model) == {"model": "Replay", "source": "run"}
+    twice = ClusterConfig(compute="replay:run").steps(lambda given: 2 * given)
+    assert [twice.sample(0, None) for _ in range(2)] == [1.0, 0.5], "a control's batch takes longer in proportion"
+    assert ClusterConfig(compute="replay:run").described() == "replay:run"
     model.check(2)
     with pytest.raises(ConfigError, match="ranks of Replay must be at most the 2 of run; got 3"):
         model.check(3)

@@ -31,6 +31,14 @@ def test_times_to_the_target_have_no_mean_where_a_run_did_not_reach_it(tmp_path)
     ]
 
 
+def test_what_was_spent_until_the_target_has_no_mean_where_a_run_did_not_reach_it(tmp_path):
+    runs = [{"name": "all", "seed": seed, "joules": 8.0} for seed in (0, 1)]
+    runs += [{**run, "name": "one", "accuracy": (0.5, 0.6 + 0.38 * run["seed"])} for run in runs]
+    assert texts(tmp_path, runs, "name", "samples_to_target", "joules_to_target") == [
+        ["all", "180", "6"], ["one", "–", "–"],
+    ]  # fmt: skip
+
+
 def test_what_is_not_finite_is_said_beside_the_mean_of_the_others(tmp_path):
     runs = [
         {"name": "some", "seed": seed, "accuracy": (0.5, end)} for seed, end in enumerate((0.5, math.nan, 0.5, 0.5))

@@ -107,6 +107,25 @@ def test_on_another_number_of_ranks_it_goes_on_from_what_the_servers_had(tmp_pat
     assert run_virtual(body, after) == [summary.sha256] * after
 
 
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("name", ["hardsync", "parameter_server", "easgd"])
+def test_records_have_all_replies_of_servers(tmp_path, name, every):
+    """Also those before a pause of all workers, which is here at the end of the epoch, or after each step."""
+    options = (f"strategy={name}", "epochs=1", f"checkpoint.every_steps={every}")
+    options += ("strategy.period=1",) if name == "easgd" else ()
+
+    def body(comm):
+        with tiny.training(comm, tmp_path, *options) as trainer:
+            trainer.run()
+            return sum(flat.nbytes for flat in trainer.model.params)
+
+    n_bytes = run_virtual(body, 3, compute=Constant(0.01))[0]
+    server, *workers = read_records(tmp_path / "run").values()
+    steps = sum(record.samples > 0 for of_rank in workers for record in of_rank)
+    sent = sum(record.bytes_sent for record in server)
+    assert steps * n_bytes <= sent < (steps + 1) * (n_bytes + 100), "parameters for each step, and headers"
+
+
 def _interrupt(comm, folder, step, *overrides) -> None:
     """Ends a run as if the job had been cancelled, once the checkpoint of `step` is written."""
     with tiny.training(comm, folder, *overrides) as trainer:
@@ -173,6 +192,8 @@ def test_every_strategy_resumes_on_other_ranks_and_its_summary_tells_what_the_ru
     assert accuracy > 0.3, f"resumed, accuracy on ten classes must be above 0.3; got {accuracy:.3f}"
     assert summary.wall_s > 0 and summary.seconds.computing > 0
     assert summary.bytes_per_step > 0, "records must count the bytes that ranks send; got none"
+    assert summary.samples == 2 * n_samples, "steps that a start on other ranks repeats must count once"
+    assert summary.workers == len(strategies.load(name).Config().workers(after)), "those of the newest start"
     if name in problem.stepping():
         rest = 2 * n_samples - position["consumed"] - position["epoch"] * n_samples
         assert len(seen) == rest, f"resumed, the run must take the {rest} samples that are left; got {len(seen)}"

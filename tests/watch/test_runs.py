@@ -20,10 +20,12 @@ from hpcdist.records import (
     append_evaluation,
     end_run,
     load_summary,
+    locked,
     record_path,
     start_run,
     write_summary,
 )
+from hpcdist.records.run import now
 from hpcdist.tools.runs import Run, find_runs, is_done, read_comparison, steps
 from hpcdist.tools.runs.listing import read_listed
 from study import evidence
@@ -213,6 +215,18 @@ def test_a_growing_run_is_read_on(tmp_path):
     append_evaluation(tmp_path, Evaluation(3, 1, 12, 6.0, {"accuracy": 0.5}))
     run.update()
     assert run.state == "training" and len(run.records) == 3 and run.evaluations[0].step == 3
+
+
+def test_a_killed_start_takes_no_time_while_the_next_one_is_at_work(tmp_path):
+    """Nobody knows when it was killed."""
+    evidence.write_run(tmp_path, ends=False)
+    first = Run(tmp_path).start
+    ended = {"started": "2026-01-31T12:00:00Z", "ended": "2026-01-31T12:05:00Z", "outcome": "interrupted"}
+    start_run(tmp_path, first.model_copy(update=ended))
+    start_run(tmp_path, first.model_copy(update={"started": now()}))
+    with locked(tmp_path):
+        listed = read_listed(tmp_path)
+    assert listed.state == "running" and 300 <= listed.time_s < 360
 
 
 def test_a_run_that_goes_on_has_not_ended_and_keeps_its_earlier_summary(tmp_path):

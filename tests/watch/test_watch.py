@@ -26,6 +26,7 @@ from hpcdist.records import (
     Sampler,
     StepRecord,
     append_evaluation,
+    continue_records,
     locked,
     record_path,
     resources_path,
@@ -185,6 +186,28 @@ def test_a_loop_whose_steps_record_no_samples_has_workers(tmp_path):
     with RecordWriter(record_path(start(tmp_path / "run"), 0)) as worker:
         worker.write(StepRecord(7, computing_s=1.0))
     assert (seen(tmp_path / "run").step, [one.serves for one in seen(tmp_path / "run").ranks]) == (7, [False])
+
+
+def test_ranks_of_an_earlier_start_have_no_speed(tmp_path):
+    folder = start(tmp_path / "run")
+    train(folder)
+    assert seen(folder).rate_now == 2 * 16
+    content = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**content, "resumed": [{**content, "ranks": 2}]}))
+    now = seen(folder)
+    assert (now.rate_now, now.samples, [rank.rank for rank in now.ranks]) == (16, 320, [0, 1])
+    with RecordWriter(record_path(folder, 2), first_step=11) as former:
+        former.write(StepRecord(11, samples=16, loss=9.0))
+    assert seen(folder).loss == Run(folder, follow=True).loss == pytest.approx(0.4), "that of rank 1"
+
+
+def test_the_seconds_of_a_curve_are_the_mean_of_the_ranks_that_took_the_step(tmp_path):
+    folder = start(tmp_path / "run")
+    train(folder)
+    train(folder, steps=12, first_step=11)
+    continue_records(folder, 0, 2, 9, saved=(8, 12, 8)).close()
+    curve = view("run", Run(folder, follow=True), curves=True).loss_curve
+    assert [moment.seconds for moment in curve] == pytest.approx(list(range(1, 13)))
 
 
 def test_the_limit_that_comes_first_says_what_is_left(tmp_path):

@@ -2,5 +2,3 @@
 
 from hpcdist.collectives.calls.operations import Collectives
 from hpcdist.comm.work import Work
-
-__all__ = ["Collectives", "Work"]

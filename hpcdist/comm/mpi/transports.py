@@ -85,7 +85,7 @@ def measure(comm: Any) -> dict[str, float]:
         for keeps_lock in (False, True):
             copy.barrier()
             if copy.rank == 0:
-                _compute(SPAN_S, keeps_lock)
+                compute(SPAN_S, keeps_lock)
             elif copy.rank == origin:
                 taken_s[transport] += _transfer(window, SPAN_S) / 2
         window.close()
@@ -94,7 +94,7 @@ def measure(comm: Any) -> dict[str, float]:
     return seconds
 
 
-def _compute(seconds: float, keeps_lock: bool) -> None:
+def compute(seconds: float, keeps_lock: bool) -> None:
     """Compute for some time: in Python, which keeps the interpreter lock, or in torch, which releases it."""
     matrix, until = torch.full((192, 192), 1e-3), time.perf_counter() + seconds
     while time.perf_counter() < until:

@@ -7,14 +7,14 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.none import Uncompressed
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named, joint_rule
 from hpcdist.errors import UnknownNameError
 from hpcdist.model.flat import zeroed
 from hpcdist.registry import catalogue
@@ -26,13 +26,13 @@ Used = Tensor | Sequence[bool] | None  # whether each parameter has a gradient, 
 class CompressionConfig(Named):
     """A compressor by name, with common options and the compressor's options."""
 
-    name: str = Field(NONE, description="compressor, see `hpcdist compressors`; none sends everything uncompressed")
+    name: str = Field(NONE, "compressor, see `hpcdist compressors`; none sends everything uncompressed")
     error_feedback: bool = Field(
-        True, description="add the error of each message to the next tensor; with signsgd and terngrad false"
+        True, "add the error of each message to the next tensor; with signsgd and terngrad false"
     )
-    warmup_steps: int = Field(0, ge=0, description="first steps in which messages are uncompressed")
+    warmup_steps: int = Field(0, "first steps in which messages are uncompressed", ge=0)
     warmup_ranks: int | None = Field(
-        None, ge=1, description="number of ranks that send in warm-up steps, compressed; none: all ranks, uncompressed"
+        None, "number of ranks that send in warm-up steps, compressed; none: all ranks, uncompressed", ge=1
     )
 
     _votes: ClassVar[bool] = False  # ranks can vote, because all messages are available at the same time
@@ -48,8 +48,8 @@ class CompressionConfig(Named):
                     return {**options, "error_feedback": False}
         return value
 
-    @model_validator(mode="after")
-    def _check(self) -> CompressionConfig:
+    @joint_rule
+    def _check(self) -> None:
         if self.name != NONE:
             chosen = catalogue("compressors").load(self.name)
             if chosen.combines == "majority" and not self._votes:
@@ -72,7 +72,6 @@ class CompressionConfig(Named):
             raise ValueError(
                 f"strategy.compression.name must be one of {known} with option {next(iter(self.options))}; got none."
             )
-        return self
 
     def __bool__(self) -> bool:
         return self.name != NONE

@@ -12,8 +12,6 @@ from hpcdist.errors import ConfigError
 from hpcdist.parallel.schedules.base import Operation, Table, Timing, check, simulate
 from hpcdist.registry import catalogue
 
-__all__ = ["Operation", "Table", "Timing", "available", "check", "create", "load", "simulate"]
-
 available = catalogue("schedules").available
 load: Callable[[str], Callable[..., Table]] = catalogue("schedules").load
 

@@ -216,6 +216,8 @@ class ShardedLoader(AroundLoader):
                 start_epoch(optimizer)
             # By all ranks, because there may be only one worker.
             self._compare_loaders(session.comm, session.ranks_of(workers)[0])
+            for optimizer in optimizers:  # without the time of an evaluation before this epoch
+                optimizer.strategy.records.start()
         if session.outer.rank not in workers:
             yield from period(optimizers, ())
             for optimizer in optimizers:
@@ -231,8 +233,6 @@ class ShardedLoader(AroundLoader):
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
             session.calls_before = None if session.comm.mpi is None else count_collective_calls()
         epoch, run = Epoch(strategies), session.run
-        if run is not None:
-            strategies[0].records.start()  # without the time of an evaluation before this epoch
         for strategy in strategies:
             strategy.model.refresh()
             strategy.model.take_snapshot()

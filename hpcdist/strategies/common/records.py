@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hpcdist.comm.communicator import Communicator, Traffic
+from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.records import StepRecord
 
 
@@ -41,20 +43,27 @@ def waiting_for_work(comm: Communicator) -> Iterator[None]:
 class Recorder:
     """Creates a record for each step of this rank: time, traffic and events since its last record.
 
+    Args:
+        part: this rank's part of a model that several ranks hold; their exchanges are counted, too.
+
     Attributes:
+        is_logging: this rank records the samples, losses and staleness of its replica of the model.
         channels: the communicators whose traffic is counted.
         write: receives records that are written outside of `step`, as on servers; None drops them.
         events: returns events to add to the next record.
         pending: returns how many gradients this server has received and not applied yet.
+        saved: steps of each rank in the loaded checkpoint, if it is of other ranks, or of ranks with other roles.
     """
 
-    def __init__(self, comm: Communicator, write: Callable[[StepRecord], None] | None = None):
-        self.write = write
+    def __init__(self, comm: Communicator, write: Callable[[StepRecord], None] | None, part: PartOfModel | None):
+        self.write, self._exchanged = write, Traffic if part is None else part.traffic
+        self.is_logging = part is None or part.grid.stage == part.grid.stages - 1
         self.events: Callable[[], list[str]] = list
         self.pending: Callable[[], int] = int
+        self.saved: Sequence[int] = ()
         self._comm = comm
         self.channels = [comm]
-        self._since, self._before = comm.now(), Traffic()
+        self._last = comm.now(), Traffic(), self._exchanged()
 
     def traffic(self) -> Traffic:
         """Return the strategy's total traffic on this rank so far."""
@@ -62,13 +71,14 @@ class Recorder:
 
     def start(self) -> None:
         """Start the next record now, so that it excludes the time and traffic of setup, evaluation or checkpoints."""
-        self._since, self._before = self._comm.now(), self.traffic()
+        self._last = self._comm.now(), self.traffic(), self._exchanged()
 
     def record(self, step: int, outcome: Outcome) -> StepRecord:
         """Return the record of a step; its `computing_s` is time spent neither communicating nor waiting."""
-        now, traffic = self._comm.now(), self.traffic()
-        spent, passed_s = traffic - self._before, now - self._since
-        self._since, self._before = now, traffic
+        since, before, exchanged = self._last
+        self.start()
+        passed_s, inside = self._last[0] - since, self._last[2] - exchanged
+        spent = self._last[1] - before + inside
         if events := self.events():
             outcome = replace(outcome, event="; ".join([*filter(None, [outcome.event]), *events]))
         spent_s = spent.communicating_s + spent.waiting_s
@@ -76,7 +86,12 @@ class Recorder:
             part = passed_s / spent_s
             spent = replace(spent, communicating_s=part * spent.communicating_s, waiting_s=part * spent.waiting_s)
         computing_s = max(0.0, passed_s - spent.communicating_s - spent.waiting_s)
-        return StepRecord(step=step, computing_s=computing_s, **vars(outcome), **vars(spent))
+        inside_s = min(inside.communicating_s + inside.waiting_s, passed_s)
+        ranks = self._comm.platform.world_ranks
+        outcome = replace(outcome, waited_for={ranks[rank]: s for rank, s in outcome.waited_for.items()})
+        outcome = outcome if self.is_logging else replace(outcome, staleness=(), dropped=0)
+        staged: dict[str, Any] = {"stage_bytes": inside.bytes_sent, "stage_s": inside_s}
+        return StepRecord(step=step, computing_s=computing_s, **staged, **vars(outcome), **vars(spent))
 
     def report_events(self, step: int) -> None:
         """Write a record of pending events, if there are any."""

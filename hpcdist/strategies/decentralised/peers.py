@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist import compress
 from hpcdist.comm.chunks import alongside
@@ -23,6 +21,7 @@ from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.comm.transfer import WIDE
 from hpcdist.compress import CompressionConfig
 from hpcdist.compress.fp16 import Cast
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -33,7 +32,7 @@ from hpcdist.strategies.common.state import State
 class SamplingConfig(Strategy.Config):
     """Options of strategies that sample random ranks."""
 
-    seed: int = Field(0, ge=0, description="seed of the random choice of peers, sampled from (seed, rank)")
+    seed: int = Field(0, "seed of the random choice of peers, sampled from (seed, rank)", ge=0)
 
     def generator(self, comm: Communicator, state: State) -> torch.Generator:
         """Create this rank's generator, which checkpoints save."""
@@ -43,12 +42,10 @@ class SamplingConfig(Strategy.Config):
 class WireConfig(Strategy.Config):
     """Options of strategies whose ranks send parameters, not differences."""
 
-    compression: CompressionConfig = Field(
-        CompressionConfig(), description="fp16 or bf16: send parameters in half precision"
-    )
+    compression: CompressionConfig = Field(CompressionConfig(), "fp16 or bf16: send parameters in half precision")
 
-    @model_validator(mode="after")
-    def _stands_for_itself(self) -> Self:
+    @joint_rule
+    def _stands_for_itself(self) -> None:
         chosen = self.compression
         if chosen and not issubclass(compress.load(chosen.name), Cast):
             raise ValueError(
@@ -60,7 +57,6 @@ class WireConfig(Strategy.Config):
                 "strategy.compression must be without warmup_steps and error_feedback = false where parameters travel "
                 f"in half precision; got {chosen.warmup_steps} and {chosen.error_feedback}. Leave them out."
             )
-        return self
 
 
 class Peers:
@@ -140,11 +136,9 @@ class Gossip(Strategy):
     """
 
     class Config(WireConfig):
-        interval: int = Field(1, ge=1, description="steps between averages")
-        order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
-        include_self: bool = Field(
-            True, description="a rank may choose itself, as in the paper: then it does not average"
-        )
+        interval: int = Field(1, "steps between averages", ge=1)
+        order: Literal["after", "before"] = Field("after", "average after the local step, or before it")
+        include_self: bool = Field(True, "a rank may choose itself, as in the paper: then it does not average")
 
     config: Config
 

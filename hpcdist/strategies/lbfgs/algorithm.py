@@ -8,8 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pydantic import Field
-
+from hpcdist.config.settings import Field
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.base import Strategy
 from hpcdist.strategies.lbfgs import vectors as ops
@@ -94,10 +93,10 @@ class CurvaturePairs:
 class LbfgsConfig(Strategy.Config):
     """Options of the algorithm."""
 
-    history: int = Field(10, ge=1, description="number of pairs (s, y) in the history of L-BFGS")
-    c1: float = Field(1e-4, gt=0, lt=0.5, description="c1 of the strong Wolfe conditions: sufficient decrease")
-    c2: float = Field(0.9, gt=0, lt=1, description="c2 of the strong Wolfe conditions: curvature")
-    max_evaluations: int = Field(20, ge=2, description="evaluations of the loss in one line search")
+    history: int = Field(10, "number of pairs (s, y) in the history of L-BFGS", ge=1)
+    c1: float = Field(1e-4, "c1 of the strong Wolfe conditions: sufficient decrease", gt=0, lt=0.5)
+    c2: float = Field(0.9, "c2 of the strong Wolfe conditions: curvature", gt=0, lt=1)
+    max_evaluations: int = Field(20, "evaluations of the loss in one line search", ge=2)
 
 
 class StepEnd(NamedTuple):

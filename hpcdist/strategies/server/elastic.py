@@ -8,9 +8,9 @@ from operator import attrgetter
 from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from hpcdist.config.settings import Field
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.server.channel import FETCH, NOBODY, Reply, ServerRequest
 from hpcdist.strategies.server.server import Server
@@ -108,13 +108,11 @@ class ElasticStrategy(ServerStrategy):
     """Base of strategies whose workers and a centre on the servers pull each other."""
 
     class Config(ServerStrategy.Config):
-        period: int = Field(4, ge=1, description="steps of a worker between two exchanges with the centre")
+        period: int = Field(4, "steps of a worker between two exchanges with the centre", ge=1)
         beta: float = Field(
-            0.9, ge=0, lt=2, description="p * a for p workers: strength of the pull between each worker and the centre"
+            0.9, "p * a for p workers: strength of the pull between each worker and the centre", ge=0, lt=2
         )
-        synchronous: bool = Field(
-            False, description="all workers exchange at the same time; each waits for the slowest"
-        )
+        synchronous: bool = Field(False, "all workers exchange at the same time; each waits for the slowest")
 
         def optimizer_ranks(self, size: int) -> tuple[int, ...]:
             return ()  # every worker has a local optimiser, and the centre has none

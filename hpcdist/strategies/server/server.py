@@ -97,6 +97,7 @@ class Server(abc.ABC):
         self.applied: list[int] = []
         self._stepping = list(self.replica.children)  # children that have not paused in this period
         self._early: list[ServerRequest] = []  # requests of the next period
+        self._unreported: Outcome | None = None  # the last one, until there is a record of it
 
     # --- methods that a subclass defines --------------------------------------------------------------------------
     @abc.abstractmethod
@@ -138,6 +139,7 @@ class Server(abc.ABC):
         self.model.refresh()
         if not self.replica.colocated:  # the loop may have changed the parameters, by loading others for example
             copy_all(self.master(), self.replica.shard.of(self.model.params))
+            self.strategy.steps = max(self.strategy.steps, self.replica.clock)  # loaded on other ranks: a worker's
         self.update = update
         self.inbox.since_s.update(dict.fromkeys(self.active(), self.comm.now()))
         self._handle_early()
@@ -160,6 +162,7 @@ class Server(abc.ABC):
             self.apply_due()
         if self._watches:
             self._evict()
+        self.report()  # of an update, with the traffic of its replies
         return True
 
     def serve_waiting(self) -> None:
@@ -175,6 +178,7 @@ class Server(abc.ABC):
         if self.replica.aggregates:
             self.channel.client.push(PAUSE)
             self.channel.client.wait()
+        self.report()
 
     def show(self) -> None:
         """Copy the served parameters into the model."""
@@ -215,17 +219,20 @@ class Server(abc.ABC):
                 self.receive(request)
 
     def count_update(self, staleness: Sequence[int] = ()) -> None:
-        """Count an update with gradients of these staleness values; write a record unless a step of this rank does."""
+        """Count an update with gradients of these staleness values, for the next record."""
         self.replica.clock += 1
         if self.replica.colocated:
             self.applied += staleness
         else:
+            self.report()
             self.strategy.steps += 1
-            self.report(Outcome(self.replica.clock, staleness=tuple(staleness)))
+            self._unreported = Outcome(self.replica.clock, staleness=tuple(staleness))
 
-    def report(self, outcome: Outcome) -> None:
-        """Write a record of this rank."""
-        self.strategy.records.report(self.strategy.steps, outcome)
+    def report(self, outcome: Outcome | None = None) -> None:
+        """Write a record of the last update, unless that is done, and one of `outcome`."""
+        outcomes, self._unreported = (self._unreported, outcome), None
+        for each in filter(None, outcomes):
+            self.strategy.records.report(self.strategy.steps, each)
 
     # --- active and evicted children ------------------------------------------------------------------------------
     def active(self) -> list[int]:

@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field
-
+from hpcdist.config.settings import Field
 from hpcdist.strategies.server.channel import ServerRequest
 from hpcdist.strategies.server.gradients import Policy
 from hpcdist.strategies.server.strategy import ServerStrategy
@@ -24,16 +23,14 @@ OF_EACH_GRADIENT = ("per-gradient", "plus-one", "exponential")  # rules that use
 class StaleConfig(ServerStrategy.Config):
     """Options of strategies whose gradients may be stale."""
 
-    overlap: bool = Field(
-        False, description="compute the next gradient while the last one is sent; staleness grows by n updates"
-    )
-    modulation: Rule = Field("none", description="rule that reduces the learning rate by staleness")
-    decay: float = Field(0.1, ge=0, description="k of the exponential modulation exp(-k * staleness)")
+    overlap: bool = Field(False, "compute the next gradient while the last one is sent; staleness grows by n updates")
+    modulation: Rule = Field("none", "rule that reduces the learning rate by staleness")
+    decay: float = Field(0.1, "k of the exponential modulation exp(-k * staleness)", ge=0)
     modulation_window: int = Field(
-        100, ge=1, description="number of the last gradients over which modulation `measured` averages staleness"
+        100, "number of the last gradients over which modulation `measured` averages staleness", ge=1
     )
     max_staleness: int | None = Field(
-        None, ge=0, description="drop and count gradients that are staler than this; none drops no gradient"
+        None, "drop and count gradients that are staler than this; none drops no gradient", ge=0
     )
 
 

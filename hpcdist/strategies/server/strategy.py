@@ -8,12 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
 from torch import Tensor
-from typing_extensions import Self
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, spans
+from hpcdist.config.settings import Field, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update, name_of
@@ -54,25 +53,22 @@ class ServerStrategy(Strategy):
 
     class Config(Strategy.Config):
         servers: Servers = Field(
-            1, description="number of server ranks, each with a shard; colocated: all ranks are workers and servers"
+            1, "number of server ranks, each with a shard; colocated: all ranks are workers and servers"
         )
         learner_deadline_s: float | None = Field(
-            None, gt=0, description="seconds after which servers evict a silent worker; none: they wait for it"
+            None, "seconds after which servers evict a silent worker; none: they wait for it", gt=0
         )
-        compression: CompressionConfig = Field(
-            CompressionConfig(), description="how messages to servers are compressed"
-        )
-        compress_replies: bool = Field(True, description="also compress what servers send")
-        split_parameters: bool = Field(False, description="equal bytes for all servers; needs an elementwise optimiser")
+        compression: CompressionConfig = Field(CompressionConfig(), "how messages to servers are compressed")
+        compress_replies: bool = Field(True, "also compress what servers send")
+        split_parameters: bool = Field(False, "equal bytes for all servers; needs an elementwise optimiser")
 
-        @model_validator(mode="after")
-        def _shards_wait_for_their_owners(self) -> Self:
+        @joint_rule
+        def _shards_wait_for_their_owners(self) -> None:
             if self.servers == "colocated" and self.learner_deadline_s is not None:
                 raise ValueError(
                     "strategy.learner_deadline_s must be none where strategy.servers is 'colocated', where all wait "
                     f"for every rank's shard; got {self.learner_deadline_s}. Give ranks of their own to the servers."
                 )
-            return self
 
         def roles(self, size: int) -> Roles:
             """Return the roles of `size` ranks."""

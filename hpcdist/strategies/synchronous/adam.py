@@ -10,12 +10,12 @@ from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.chunks import alongside
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig
+from hpcdist.config.settings import Field
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import groups
@@ -56,8 +56,7 @@ class AdamStep(OwnStep):
 
     class Config(OwnStep.Config):
         compression: CompressionConfig = Field(
-            CompressionConfig(name="ef_signsgd"),
-            description="how means are compressed, in both directions; none: they are not",
+            CompressionConfig(name="ef_signsgd"), "how means are compressed, in both directions; none: they are not"
         )
 
     config: Config

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict
 from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives, Work
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.base import OtherLibrary
-from hpcdist.config.settings import Named
+from hpcdist.config.settings import Field, Named, joint_rule
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
@@ -24,20 +24,20 @@ class ProviderConfig(Named):
     model_config = ConfigDict(extra="forbid")
 
     name: Literal["hpcdist", "horovod", "nccl", "gloo"] = Field(
-        "hpcdist", description="library that sums gradients: hpcdist by MPI, horovod, or torch.distributed's others"
+        "hpcdist", "library that sums gradients: hpcdist by MPI, horovod, or torch.distributed's others"
     )
     op: Literal["average", "sum", "adasum"] = Field(
-        "average", description="horovod: combine gradients by their mean, their sum, or Adasum"
+        "average", "horovod: combine gradients by their mean, their sum, or Adasum"
     )
-    compression: Literal["none", "fp16"] = Field("none", description="horovod: send gradients in half precision")
-    fusion_mb: int | None = Field(None, ge=0, description="horovod: size in MiB up to which tensors are sent together")
-    cycle_time_ms: float | None = Field(None, gt=0, description="horovod: milliseconds between two rounds of sending")
+    compression: Literal["none", "fp16"] = Field("none", "horovod: send gradients in half precision")
+    fusion_mb: int | None = Field(None, "horovod: size in MiB up to which tensors are sent together", ge=0)
+    cycle_time_ms: float | None = Field(None, "horovod: milliseconds between two rounds of sending", gt=0)
     interface: str | None = Field(
-        None, description="nccl, gloo: network interface or network on which ranks find each other, such as ib0"
+        None, "nccl, gloo: network interface or network on which ranks find each other, such as ib0"
     )
 
-    @model_validator(mode="after")
-    def _has_its_options(self) -> ProviderConfig:
+    @joint_rule
+    def _has_its_options(self) -> None:
         horovods, torchs = {"op", "compression", "fusion_mb", "cycle_time_ms"}, {"interface"}
         supported = {"horovod": horovods, "nccl": torchs, "gloo": torchs}.get(self.name, set())
         unsupported = sorted(self.model_fields_set - {"name"} - supported)
@@ -46,7 +46,6 @@ class ProviderConfig(Named):
                 f"strategy.provider.{unsupported[0]} must be omitted with {self.name}, which has no such option; got "
                 f"{getattr(self, unsupported[0])}. `hpcdist strategies` says which library has it."
             )
-        return self
 
     def __bool__(self) -> bool:
         """Whether another library than hpcdist is chosen."""

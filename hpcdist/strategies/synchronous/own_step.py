@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.config.settings import Field
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.optimizer_state import groups
@@ -42,7 +42,7 @@ class OwnStep(Strategy):
     """
 
     class Config(Strategy.Config):
-        algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
+        algorithm: str = Field("auto", "all-reduce algorithm; auto chooses by size and ranks")
 
     config: Config
     contract = Contract(averages="gradients", synchronizes="every step", step="the strategy's")

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hpcdist.collectives.calls import Work
 from hpcdist.collectives.calls.tensors import zeros_like
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Reduction
+from hpcdist.config.settings import Field
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Contract, Outcome, Strategy, Update
@@ -32,8 +32,7 @@ class Periodic(Strategy):
     by the mean δ, bitwise equal on all ranks. On one rank only the optimiser runs, without x.
 
     The mean may be merged some steps after δᵢ was sent. Then each rank keeps its steps since then,
-    θᵢ ← x + (θᵢ − θᵢ when sent), or blends its parameters with x. Without a second thread for MPI calls the result is
-    the same, but no time is saved.
+    θᵢ ← x + (θᵢ − θᵢ when sent), or blends its parameters with x. Only a second thread for MPI calls saves time.
 
     Attributes:
         fragments: the parts of the parameters that are exchanged separately.
@@ -50,10 +49,10 @@ class Periodic(Strategy):
     """
 
     class Config(Strategy.Config):
-        period: int = Field(10, ge=1, description="H: steps between two exchanges of all ranks")
-        algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
+        period: int = Field(10, "H: steps between two exchanges of all ranks", ge=1)
+        algorithm: str = Field("auto", "all-reduce algorithm; auto chooses by size and ranks")
         compression: CompressionConfig = Field(
-            CompressionConfig(), description="how differences are compressed; its warmup_steps count exchanges"
+            CompressionConfig(), "how differences are compressed; its warmup_steps count exchanges"
         )
 
         @property
@@ -253,9 +252,7 @@ class Periodic(Strategy):
 class OverlapConfig(Periodic.Config):
     """Options of strategies that exchange all parameters at the same time."""
 
-    overlap: bool = Field(
-        False, description="exchange while the next step computes, and merge the result after that step"
-    )
+    overlap: bool = Field(False, "exchange while the next step computes, and merge the result after that step")
 
     @property
     def steps_in_flight(self) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hpcdist import session
@@ -50,9 +51,7 @@ class Library(abc.ABC):
     def __init__(self, comm: Communicator, device: torch.device): ...
 
     @abc.abstractmethod
-    def wrap(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, passes: int
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def wrap(self, module: nn.Module, optimizer: Optimizer, passes: int) -> tuple[nn.Module, Optimizer]:
         """Collective. Return the wrapped module and optimizer to use in the loop.
 
         Args:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.tools.baselines.base import Library
@@ -28,9 +29,7 @@ class TorchDDP(Library):
             torch.cuda.set_device(device)
         self._group.enter_context(default_group(comm, "nccl" if device.type == "cuda" else "gloo"))
 
-    def wrap(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, passes: int
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def wrap(self, module: nn.Module, optimizer: Optimizer, passes: int) -> tuple[nn.Module, Optimizer]:
         self._module = DistributedDataParallel(module, device_ids=self._devices)
         return self._module, optimizer
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from hpcdist.comm.communicator import Communicator
 from hpcdist.tools.baselines.base import Library
-
-if TYPE_CHECKING:
-    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 
 class HorovodOptimizer(Library):
@@ -36,16 +33,14 @@ class HorovodOptimizer(Library):
             return "Horovod is not installed. `hpcdist horovod build` builds it."
         return None
 
-    def __init__(self, comm: Communicator, device: torch.device):
+    def __init__(self, comm: Any, device: torch.device):
         from hpcdist.comm.external import horovod  # starts MPI: not at import
 
         self._release = horovod.release
-        running, _ = horovod.join(cast("MpiCommunicator", comm), horovod.Tuning.of(None, None))
+        running, _ = horovod.join(comm, horovod.Tuning.of(None, None))
         self._hvd = running.hvd
 
-    def wrap(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, passes: int
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def wrap(self, module: nn.Module, optimizer: Optimizer, passes: int) -> tuple[nn.Module, Optimizer]:
         self._hvd.broadcast_parameters(module.state_dict(), root_rank=0)
         # No broadcast_optimizer_state: a new optimizer has no state, and Horovod would take a step to create it.
         named = module.named_parameters()

@@ -12,7 +12,8 @@ import typer
 from typer.core import TyperGroup
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools import completion
+from hpcdist.registry import catalogue
+from hpcdist.tools.options import argument, option
 
 ROOT = Path(__file__).parents[3]  # of a checkout
 T = TypeVar("T")
@@ -53,6 +54,11 @@ class CommandGroup(TyperGroup):
             raise
 
 
+def command_group(name: str, meaning: str, cls: type[CommandGroup] = CommandGroup) -> typer.Typer:
+    """Return an app whose commands stand under a name."""
+    return typer.Typer(name=name, cls=cls, no_args_is_help=True, help=meaning)
+
+
 def of_checkout(name: str, folder: str, meaning: str) -> typer.Typer:
     """Return an app with the commands in `folder`/cli.py, which exists in a checkout but not in the installed package.
 
@@ -78,7 +84,7 @@ def of_checkout(name: str, folder: str, meaning: str) -> typer.Typer:
             prepare_help(group)
             self.commands.update(group.commands)
 
-    app = typer.Typer(name=name, cls=Commands, no_args_is_help=True, help=meaning)
+    app = command_group(name, meaning, Commands)
     app.callback()(lambda: None)  # typer needs it to create a group without commands
     return app
 
@@ -105,15 +111,13 @@ def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
 
 def whole_number(meaning: str) -> Any:
     """Return an option for a whole number above 0."""
-    return typer.Option(min=1, metavar="N", help=meaning)
+    return option("N", meaning, min=1)
 
 
 def plugin(group: str, meaning: str) -> Any:
     """Return an option for the name of a plug-in."""
-    return typer.Option(metavar="NAME", help=meaning, autocompletion=completion.names(group))
+    return option("NAME", meaning, autocompletion=catalogue(group).available)
 
 
-Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write all values to this file.", callback=writable)
-]
-JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Python file that defines `job`, such as jobs/digits.py.")]
+Json = Annotated[Path | None, option("FILE", "Also write all values to this file.", "--json", callback=writable)]
+JobFile = Annotated[Path, argument("JOB", "Python file that defines `job`, such as jobs/digits.py.")]

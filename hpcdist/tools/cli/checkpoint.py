@@ -8,17 +8,13 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import CommandGroup, writable
+from hpcdist.tools.cli.base import command_group, writable
+from hpcdist.tools.options import argument, option
 
-app = typer.Typer(
-    name="checkpoint", cls=CommandGroup, no_args_is_help=True, help="List a run's checkpoints; export the model of one."
-)
+app = command_group("checkpoint", "List a run's checkpoints; export the model of one.")
 
 Run = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN", help="Folder of a run, folder of checkpoints, or one checkpoint.", autocompletion=completion.runs
-    ),
+    Path, argument("RUN", "Folder of a run, folder of checkpoints, or one checkpoint.", autocompletion=completion.runs)
 ]
 
 
@@ -59,12 +55,10 @@ def checkpoint_show(run: Run) -> None:
 @app.command("export")
 def checkpoint_export(
     run: Run,
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="File to write: .pt, .pth or .safetensors.", callback=writable)
-    ],
-    step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint. Default: the newest.")] = None,
+    file: Annotated[Path, argument("FILE", "File to write: .pt, .pth or .safetensors.", callback=writable)],
+    step: Annotated[int | None, option("N", "Step of the checkpoint. Default: the newest.")] = None,
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="Name of the optimiser in hpcdist.save, for your own training loop.")
+        str, option("NAME", "Name of the optimiser in hpcdist.save, for your own training loop.")
     ] = "optimizer",
 ) -> None:
     """Write the model of a checkpoint as one state dict, combined from all ranks.

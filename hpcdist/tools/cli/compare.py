@@ -23,7 +23,7 @@ from hpcdist.errors import LEFT
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import on_all_ranks, whole_number
 from hpcdist.tools.compare.experiment import Comparison, Execution, Experiment, Sweep
-from hpcdist.tools.options import Config, Overrides, Target
+from hpcdist.tools.options import Config, Overrides, Target, argument, flag, option
 
 app = typer.Typer()
 
@@ -46,34 +46,27 @@ class _Sources:
     """Options that are not fields of an experiment, but from which its fields are computed."""
 
     job: Annotated[
-        Path | None,
-        typer.Argument(metavar="JOB", help="File that defines `job`, or a script; not needed to resume with --output."),
+        Path | None, argument("JOB", "File that defines `job`, or a script; not needed to resume with --output.")
     ] = None
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGS", help="Arguments of a script, after --; {seed} is replaced by the run's seed."),
+        list[str] | None, argument("ARGS", "Arguments of a script, after --; {seed} is replaced by the run's seed.")
     ] = None
     target: Target = None
     config: Config = None
     settings: Overrides = None
-    virtual: Annotated[bool, typer.Option("--virtual", help="Run on virtual ranks, as `hpcdist simulate` does.")] = (
-        False
-    )
+    virtual: Annotated[bool, flag("--virtual", "Run on virtual ranks, as `hpcdist simulate` does.")] = False
     network: Annotated[
-        str | None,
-        typer.Option(metavar="LATENCY,BANDWIDTH", help="Speed of each link, as 50us,1Gbit/s. Default: 20us,10Gbit/s."),
+        str | None, option("LATENCY,BANDWIDTH", "Speed of each link, as 50us,1Gbit/s. Default: 20us,10Gbit/s.")
     ] = None
     compute: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Time of a step: SECONDS, jitter:SECONDS,CV, exponential:SECONDS, straggler:RANK,FACTOR,SECONDS, "
+        option(
+            "MODEL",
+            "Time of a step: SECONDS, jitter:SECONDS,CV, exponential:SECONDS, straggler:RANK,FACTOR,SECONDS, "
             "slow:PART,FACTOR,SECONDS. Default: measured here.",
         ),
     ] = None
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="TOML", help="File with network, intra_network, ranks_per_node, compute.")
-    ] = None
+    cluster: Annotated[Path | None, option("TOML", "File with network, intra_network, ranks_per_node, compute.")] = None
     workers: Annotated[int | None, whole_number("Concurrent runs. Default: one per core.")] = None
 
 
@@ -177,9 +170,7 @@ def sweep() -> None:
 
 @app.command(hidden=True)
 @on_all_ranks
-def trial(
-    output: Annotated[Path, typer.Option(envvar="HPCDIST_RUN", help="Folder of the run.")],
-) -> None:
+def trial(output: Annotated[Path, typer.Option(envvar="HPCDIST_RUN", help="Folder of the run.")]) -> None:
     """Execute one run of a sweep, or of a script, on the ranks that compare, simulate or sweep started. Collective."""
     from hpcdist import session
     from hpcdist.comm.launch import job_end

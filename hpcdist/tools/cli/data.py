@@ -9,27 +9,22 @@ import typer
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import CommandGroup
-from hpcdist.tools.options import Overrides
+from hpcdist.tools.cli.base import command_group
+from hpcdist.tools.options import Overrides, argument, flag, option
 
-app = typer.Typer(
-    name="data", cls=CommandGroup, no_args_is_help=True, help="Data sets in HDF5, the files that jobs train on."
-)
+app = command_group("data", "Data sets in HDF5, the files that jobs train on.")
 
 
 @app.command("import", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def data_import(
     context: typer.Context,
     name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="Data set or kind of file; see `hpcdist datasets`.", autocompletion=completion.datasets
-        ),
+        str, argument("NAME", "Data set or kind of file; see `hpcdist datasets`.", autocompletion=completion.datasets)
     ],
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="File or folder to read; `sklearn` for digits.")],
-    destination: Annotated[Path, typer.Argument(metavar="FILE", help="HDF5 file to write.")],
+    source: Annotated[str, argument("SOURCE", "File or folder to read; `sklearn` for digits.")],
+    destination: Annotated[Path, argument("FILE", "HDF5 file to write.")],
     overrides: Overrides = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace the file if it exists.")] = False,
 ) -> None:
     """Convert a data set to an HDF5 file.
 
@@ -66,17 +61,11 @@ def _as_overrides(arguments: list[str]) -> list[str]:
 @app.command("fetch")
 def data_fetch(
     name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="mnist or fashion-mnist.", autocompletion=lambda: ["mnist", "fashion-mnist"]
-        ),
+        str, argument("NAME", "mnist or fashion-mnist.", autocompletion=lambda: ["mnist", "fashion-mnist"])
     ],
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="Folder for the files. Default: data/NAME.")
-    ] = None,
+    folder: Annotated[Path | None, argument("FOLDER", "Folder for the files. Default: data/NAME.")] = None,
     source: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FOLDER", help="Copy the files from this folder, compressed by gzip or not."),
+        Path | None, option("FOLDER", "Copy the files from this folder, compressed by gzip or not.", "--from")
     ] = None,
 ) -> None:
     """Download the original files of a data set, and print their origin.
@@ -96,7 +85,7 @@ def data_fetch(
 
 @app.command("info")
 def data_info(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="HDF5 file.")],
+    path: Annotated[Path, argument("FILE", "HDF5 file.")],
     workers: Annotated[
         int, typer.Option("--workers", min=0, help="Show the split among N workers with data.split = dirichlet.")
     ] = 0,

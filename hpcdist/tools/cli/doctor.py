@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools.cli.base import Json, on_all_ranks, whole_number, writable
+from hpcdist.tools.options import flag, option
 
 app = typer.Typer()
 
@@ -17,24 +18,17 @@ app = typer.Typer()
 @on_all_ranks
 def doctor(
     ranks: Annotated[int | None, whole_number("Expected number of ranks. Default: the launcher's.")] = None,
-    folder: Annotated[
-        Path, typer.Option(metavar="FOLDER", file_okay=False, help="Folder that the run will write to.")
-    ] = Path("."),
-    gpus: Annotated[bool, typer.Option("--gpus", help="Every rank must see a GPU.")] = False,
+    folder: Annotated[Path, option("FOLDER", "Folder that the run will write to.", file_okay=False)] = Path("."),
+    gpus: Annotated[bool, flag("--gpus", "Every rank must see a GPU.")] = False,
     spare: Annotated[
-        int | None, typer.Option(min=0, metavar="K", help="Exclude the K worst nodes: only errors of the others count.")
+        int | None, option("K", "Exclude the K worst nodes: only errors of the others count.", min=0)
     ] = None,
     exclude_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the nodes to exclude to this file, for srun --exclude.", callback=writable
-        ),
+        Path | None, option("FILE", "Write the nodes to exclude to this file, for srun --exclude.", callback=writable)
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with status 1 after warnings, too.")] = False,
+    strict: Annotated[bool, flag("--strict", "Exit with status 1 after warnings, too.")] = False,
     json_path: Json = None,
-    limit_s: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of the whole examination.")
-    ] = 30.0,
+    limit_s: Annotated[float, option("SECONDS", "Time limit of the whole examination.", min=1.0)] = 30.0,
 ) -> None:
     """Check the nodes before a run: network, files, GPUs, clocks, versions, progress of messages.
 

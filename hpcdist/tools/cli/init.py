@@ -10,6 +10,7 @@ import typer
 from hpcdist.errors import ConfigError
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import writable
+from hpcdist.tools.options import argument
 
 app = typer.Typer()
 FIRST_JOB = Path(__file__).parents[2] / "train" / "first_job.py"
@@ -17,9 +18,7 @@ FIRST_JOB = Path(__file__).parents[2] / "train" / "first_job.py"
 
 @app.command()
 def init(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Python file to write, such as my_job.py.", callback=writable)
-    ],
+    file: Annotated[Path, argument("FILE", "Python file to write, such as my_job.py.", callback=writable)],
 ) -> None:
     """Write a first job with comments: a small model, its data and its metric. It trains as it is.
 

@@ -13,21 +13,22 @@ from hpcdist.errors import require_packages
 from hpcdist.registry import catalogue
 from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import require_checkout, whole_number, writable
-from hpcdist.tools.options import Overrides
+from hpcdist.tools.options import Overrides, argument, option
 
 app = typer.Typer()
 MARGIN = 10  # columns of a drawing for the rank numbers
+TOPOLOGIES = catalogue("topologies")
 TRAIN = "mpirun -n 4 hpcdist train jobs/digits.py"
 
 
-def _name(complete: completion.Completer) -> Any:
-    return typer.Argument(metavar="NAME", help="Describe this one. Default: list all.", autocompletion=complete)
+def _name(complete: Any) -> Any:
+    return argument("NAME", "Describe this one. Default: list all.", autocompletion=complete)
 
 
 @app.command()
 def strategies(
-    name: Annotated[str | None, _name(completion.names("strategies"))] = None,
-    checked: Annotated[str | None, typer.Argument(metavar="FILE:CLASS", help="After `test`: your strategy.")] = None,
+    name: Annotated[str | None, _name(catalogue("strategies").available)] = None,
+    checked: Annotated[str | None, argument("FILE:CLASS", "After `test`: your strategy.")] = None,
 ) -> None:
     """List the distribution strategies, or describe one with its options and its reference.
 
@@ -45,7 +46,7 @@ def strategies(
 
 
 @app.command()
-def compressors(name: Annotated[str | None, _name(completion.names("compressors"))] = None) -> None:
+def compressors(name: Annotated[str | None, _name(catalogue("compressors").available)] = None) -> None:
     """List the compressors of messages, for a strategy's `compression`, or describe one.
 
     Example: hpcdist compressors topk
@@ -54,16 +55,15 @@ def compressors(name: Annotated[str | None, _name(completion.names("compressors"
 
 
 @app.command()
-def topologies(name: Annotated[str | None, _name(completion.names("topologies"))] = None) -> None:
+def topologies(name: Annotated[str | None, _name(TOPOLOGIES.available)] = None) -> None:
     """List the topologies, which define the neighbours that ranks average with, or describe one.
 
     Example: hpcdist topologies torus
     """
     from hpcdist.config.settings import options_of
 
-    known = catalogue("topologies")
-    if not _list_if_unnamed("topologies", known, name):
-        topology = known.load(str(name))
+    if not _list_if_unnamed("topologies", TOPOLOGIES, name):
+        topology = TOPOLOGIES.load(str(name))
         required = {key: key.upper() for key, field in options_of(topology).model_fields.items() if field.is_required()}
         training = f"{TRAIN} --set strategy={'dpsgd' if topology.symmetric else 'sgp'} --set strategy.topology={name}"
         # A run sets an option `nodes` itself.
@@ -93,7 +93,7 @@ def datasets(name: Annotated[str | None, _name(completion.datasets)] = None) -> 
 
 @app.command()
 def schedules(
-    name: Annotated[str | None, _name(completion.names("schedules"))] = None,
+    name: Annotated[str | None, _name(catalogue("schedules").available)] = None,
     ranks: Annotated[int, whole_number("Number of ranks in the drawings.")] = 4,
     micro_batches: Annotated[int, whole_number("Micro-batches in the drawings.")] = 8,
 ) -> None:
@@ -119,18 +119,12 @@ def schedules(
 @app.command()
 def topology(
     name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="Topology, such as ring; see `hpcdist topologies`.",
-            autocompletion=completion.names("topologies"),
-        ),
+        str, argument("NAME", "Topology, such as ring; see `hpcdist topologies`.", autocompletion=TOPOLOGIES.available)
     ],
     ranks: Annotated[int | None, whole_number("Number of ranks. Default: only describe the topology.")] = None,
     overrides: Overrides = None,
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also draw it, in a file .svg or .png. Needs matplotlib.", callback=writable),
+        Path | None, option("FILE", "Also draw it, in a file .svg or .png. Needs matplotlib.", callback=writable)
     ] = None,
 ) -> None:
     """Describe a topology: checks of its weights, its spectral gap, the neighbours of each rank.
@@ -141,16 +135,18 @@ def topology(
     """
     from hpcdist.config.merge import load
     from hpcdist.config.settings import checked_options
-    from hpcdist.tools.topology import draw
+    from hpcdist.tools.topology import adjacency, describe, draw, steps
 
     if ranks is None:
         topologies(name)
         return
-    create = catalogue("topologies").load(name)
+    create = TOPOLOGIES.load(name)
     created = create(ranks, **checked_options(create, load({}, None, overrides or [])))
     if output is not None:
         draw(created, output)
-    console.topology(created)
+    console.facts(describe(created))
+    for step in steps(created):
+        console.rows(None if created.static else f"step {step}", adjacency(created, step))
 
 
 # --- algorithms -------------------------------------------------------------------------------------------------------

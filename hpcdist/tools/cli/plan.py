@@ -11,7 +11,7 @@ import typer
 
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import JobFile, Json, plugin, whole_number
-from hpcdist.tools.options import Config, Overrides, read_counts
+from hpcdist.tools.options import Config, Overrides, flag, option, read_counts
 
 if TYPE_CHECKING:  # its module imports torch, which takes seconds
     from hpcdist.parallel.plan import Plan
@@ -30,21 +30,15 @@ def plan(
     ] = None,
     chunks: Annotated[int | None, whole_number("Stages of each rank (parallel.chunks).")] = None,
     cut: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,...", help="Layers of each stage (parallel.cut). Default: the fastest cut."),
+        str | None, option("N,N,...", "Layers of each stage (parallel.cut). Default: the fastest cut.")
     ] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Recompute activations in the backward pass (parallel.recompute).")
+        bool, flag("--recompute", "Recompute activations in the backward pass (parallel.recompute).")
     ] = False,
-    limit_mb: Annotated[
-        float | None, typer.Option(min=0.0, metavar="MB", help="Memory that each rank may need.")
-    ] = None,
+    limit_mb: Annotated[float | None, option("MB", "Memory that each rank may need.", min=0.0)] = None,
     network: Annotated[
         str | None,
-        typer.Option(
-            metavar="LATENCY,BANDWIDTH",
-            help="Speed of each link, such as 2us,100Gbit/s. Default: messages take no time.",
-        ),
+        option("LATENCY,BANDWIDTH", "Speed of each link, such as 2us,100Gbit/s. Default: messages take no time."),
     ] = None,
     config: Config = None,
     overrides: Overrides = None,

@@ -11,7 +11,7 @@ import typer
 from hpcdist.errors import ConfigError
 from hpcdist.tools import completion, console
 from hpcdist.tools.cli.runs import Tag, Where, select_runs
-from hpcdist.tools.options import Target, read_target
+from hpcdist.tools.options import Target, argument, flag, option, read_target
 
 app = typer.Typer()
 
@@ -19,27 +19,18 @@ app = typer.Typer()
 @app.command()
 def report(
     folders: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FOLDER", help="Folders of runs, or folders with runs in them.", autocompletion=completion.runs
-        ),
+        list[Path], argument("FOLDER", "Folders of runs, or folders with runs in them.", autocompletion=completion.runs)
     ],
-    columns: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Columns of the table. A wrong name lists all of them.")
-    ] = None,
-    sort: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Column that the rows are sorted by, the best first.")
-    ] = None,
+    columns: Annotated[str | None, option("A,B,...", "Columns of the table. A wrong name lists all of them.")] = None,
+    sort: Annotated[str | None, option("COLUMN", "Column that the rows are sorted by, the best first.")] = None,
     target: Target = None,
     where: Where = None,
     tag: Tag = None,
-    html: Annotated[
-        bool, typer.Option("--html", help="Also write a web page with figures and tables, in FOLDER/report.")
-    ] = False,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the web page into this folder.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all columns, numbers not rounded.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: all columns, numbers not rounded.")] = False,
-    as_latex: Annotated[bool, typer.Option("--latex", help="Print the tables, and the methods, for LaTeX.")] = False,
+    html: Annotated[bool, flag("--html", "Also write a web page with figures and tables, in FOLDER/report.")] = False,
+    output: Annotated[Path | None, option("DIR", "Write the web page into this folder.")] = None,
+    as_json: Annotated[bool, flag("--json", "Print JSON: all columns, numbers not rounded.")] = False,
+    as_csv: Annotated[bool, flag("--csv", "Print CSV: all columns, numbers not rounded.")] = False,
+    as_latex: Annotated[bool, flag("--latex", "Print the tables, and the methods, for LaTeX.")] = False,
 ) -> None:
     """Compare runs in a table per job: metrics, times, bytes sent.
 
@@ -86,17 +77,11 @@ def report(
 def watch(
     folder: Annotated[
         Path,
-        typer.Argument(
-            metavar="FOLDER",
-            help="Folder of a run, of a comparison, or of several runs.",
-            autocompletion=completion.runs,
-        ),
+        argument("FOLDER", "Folder of a run, of a comparison, or of several runs.", autocompletion=completion.runs),
     ],
-    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two updates.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show the state once, then exit.")] = False,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Show a web page instead, and print its address. Ctrl-C ends it.")
-    ] = False,
+    every: Annotated[float, option("SECONDS", "Time between two updates.", min=0.1)] = 2.0,
+    once: Annotated[bool, flag("--once", "Show the state once, then exit.")] = False,
+    serve: Annotated[bool, flag("--serve", "Show a web page instead, and print its address. Ctrl-C ends it.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the web page. 0: any free one.")] = 0,
     host: Annotated[str, typer.Option(help="Address of the web page. Only this machine can open 127.0.0.1.")] = (
         "127.0.0.1"

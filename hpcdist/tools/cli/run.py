@@ -15,7 +15,7 @@ import typer
 from hpcdist.errors import ConfigError
 from hpcdist.tools.cli.base import whole_number
 from hpcdist.tools.mpirun import start_script
-from hpcdist.tools.options import Launcher
+from hpcdist.tools.options import Launcher, argument, flag, option
 
 app = typer.Typer()
 # Libraries for several ranks, and the launchers' variables.
@@ -24,21 +24,15 @@ _DISTRIBUTED = re.compile("hpcdist|distributed|horovod|mpi4py|lightning|accelera
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
-    script: Annotated[
-        list[str],
-        typer.Argument(metavar="SCRIPT", help="Python file with its arguments, -m MODULE, or a program."),
-    ],
-    ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=1, metavar="N", help="Number of ranks to start. Required.")
-    ] = None,
+    script: Annotated[list[str], argument("SCRIPT", "Python file with its arguments, -m MODULE, or a program.")],
+    ranks: Annotated[int | None, option("N", "Number of ranks to start. Required.", "-n", "--ranks", min=1)] = None,
     hosts: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:N,...", help="Hosts to start on, and the ranks on each. Default: this one."),
+        str | None, option("HOST:N,...", "Hosts to start on, and the ranks on each. Default: this one.")
     ] = None,
     threads: Annotated[
         int | None, whole_number("Threads of each rank. Default: OMP_NUM_THREADS, or the cores that each rank gets.")
     ] = None,
-    label: Annotated[bool, typer.Option("--label", help="Write the rank before each line of output.")] = False,
+    label: Annotated[bool, flag("--label", "Write the rank before each line of output.")] = False,
     launcher: Launcher = None,
 ) -> None:
     """Start a Python script on several ranks, with the mpirun of this environment.

@@ -17,6 +17,7 @@ import typer
 from hpcdist.errors import ConfigError, UnknownNameError, suggestion
 from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import CommandGroup
+from hpcdist.tools.options import argument, flag, option
 
 if TYPE_CHECKING:
     from hpcdist.tools.runs.listing import ListedRun
@@ -27,30 +28,28 @@ KEYS = ("job", "strategy", "ranks", "comparison")  # keys of --where; other keys
 ORDERS = ("folder", "state", "job", "strategy", "ranks", "age", "time", "metric")
 Where = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE",
-        help="Only runs with this job, strategy, ranks, comparison or setting: optimizer.lr=0.1. Repeatable.",
+    option(
+        "KEY=VALUE", "Only runs with this job, strategy, ranks, comparison or setting: optimizer.lr=0.1. Repeatable."
     ),
 ]
-Tag = Annotated[list[str] | None, typer.Option(metavar="WORD", help="Only runs with this tag. Repeatable.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Run.", autocompletion=completion.runs)]
+Tag = Annotated[list[str] | None, option("WORD", "Only runs with this tag. Repeatable.")]
+Name = Annotated[str, argument("NAME", "Run.", autocompletion=completion.runs)]
 Names = Annotated[
-    list[str],
-    typer.Argument(metavar="NAME", help="Runs, by their folder, or its name in runs/.", autocompletion=completion.runs),
+    list[str], argument("NAME", "Runs, by their folder, or its name in runs/.", autocompletion=completion.runs)
 ]
 
 
 @app.callback()
 def runs(
     context: typer.Context,
-    folder: Annotated[Path, typer.Option("--in", metavar="FOLDER", help="Folder with runs in it.")] = HOME,
+    folder: Annotated[Path, option("FOLDER", "Folder with runs in it.", "--in")] = HOME,
     where: Where = None,
     state: Annotated[
         str | None, typer.Option(help="Only runs that are running, ended, interrupted, failed, dead or damaged.")
     ] = None,
     tag: Tag = None,
-    sort: Annotated[str, typer.Option(metavar="COLUMN", help="Column that the rows are sorted by.")] = "age",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with numbers that are not rounded.")] = False,
+    sort: Annotated[str, option("COLUMN", "Column that the rows are sorted by.")] = "age",
+    as_json: Annotated[bool, flag("--json", "Print JSON, with numbers that are not rounded.")] = False,
 ) -> None:
     """List runs: state, metric, time and tags; runs of a comparison are grouped by its folder.
 
@@ -122,8 +121,8 @@ def _sign_of_life(folder: Path) -> str:
 @app.command()
 def tag(
     name: Name,
-    words: Annotated[list[str], typer.Argument(metavar="WORD", help="Tags.")],
-    remove: Annotated[bool, typer.Option("--remove", help="Remove these tags.")] = False,
+    words: Annotated[list[str], argument("WORD", "Tags.")],
+    remove: Annotated[bool, flag("--remove", "Remove these tags.")] = False,
 ) -> None:
     """Add tags to a run, or remove them, also while it trains.
 
@@ -137,7 +136,7 @@ def tag(
 
 
 @app.command()
-def rm(names: Names, yes: Annotated[bool, typer.Option("--yes", help="Remove them without asking.")] = False) -> None:
+def rm(names: Names, yes: Annotated[bool, flag("--yes", "Remove them without asking.")] = False) -> None:
     """Remove runs with all their files; a run that is training is refused."""
     from hpcdist.records import locked
     from hpcdist.tools.runs.listing import read_listed

@@ -8,29 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import CommandGroup, writable
-from hpcdist.tools.options import Overrides
+from hpcdist.tools import console
+from hpcdist.tools.cli.base import command_group, writable
+from hpcdist.tools.options import Overrides, argument, flag, option
+from hpcdist.tools.slurm.places import sites
 
 if TYPE_CHECKING:  # its module imports pydantic
     from hpcdist.tools.slurm.spec import JobSpec, Site
 
-app = typer.Typer(
-    name="slurm",
-    cls=CommandGroup,
-    no_args_is_help=True,
-    help="Batch jobs: write a batch script from a job's file, check it, submit it, follow it.",
-)
+app = command_group("slurm", "Batch jobs: write a batch script from a job's file, check it, submit it, follow it.")
 
-Spec = Annotated[Path | None, typer.Argument(metavar="TOML", help="File of the job's settings. Default: only --set.")]
+Spec = Annotated[Path | None, argument("TOML", "File of the job's settings. Default: only --set.")]
 SiteName = Annotated[
     str | None,
-    typer.Option(
-        "--site",
-        metavar="NAME|TOML",
-        help="Profile of the cluster: a name, or a file of yours.",
-        autocompletion=completion.sites,
-    ),
+    option("NAME|TOML", "Profile of the cluster: a name, or a file of yours.", "--site", autocompletion=sites),
 ]
 
 
@@ -49,10 +40,8 @@ def slurm_render(
     toml: Spec = None,
     site: SiteName = None,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Explain each line in a comment above.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the script to this file.", callback=writable)
-    ] = None,
+    explain: Annotated[bool, flag("--explain", "Explain each line in a comment above.")] = False,
+    output: Annotated[Path | None, option("FILE", "Write the script to this file.", callback=writable)] = None,
 ) -> None:
     """Print the batch script of a job.
 
@@ -86,15 +75,12 @@ def check(toml: Spec = None, site: SiteName = None, overrides: Overrides = None)
         console.line(finding.text, f"{finding.level}: ")
     counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning", "note")}
     unreached = "; not checked against partitions: no Slurm here" if counts["note"] else ""  # what notes are about
-    console.note(", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items()) + unreached)
+    console.note(", ".join(console.count(n, level) for level, n in counts.items()) + unreached)
     raise typer.Exit(int(counts["error"] > 0))
 
 
 # --- jobs in the queue ------------------------------------------------------------------------------------------------
-Job = Annotated[
-    str | None,
-    typer.Argument(metavar="JOB", help="Number of the job. Default: the newest one submitted from this folder."),
-]
+Job = Annotated[str | None, argument("JOB", "Number of the job. Default: the newest one submitted from this folder.")]
 
 
 @app.command()
@@ -102,7 +88,7 @@ def submit(
     toml: Spec = None,
     site: SiteName = None,
     overrides: Overrides = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Show the job until it ends, and exit with its status.")] = False,
+    wait: Annotated[bool, flag("--wait", "Show the job until it ends, and exit with its status.")] = False,
 ) -> None:
     """Submit a job to Slurm, after the checks of `hpcdist slurm check`.
 
@@ -145,7 +131,7 @@ def status(job: Job = None) -> None:
 @app.command()
 def logs(
     job: Job = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Show new lines until the job has ended.")] = False,
+    follow: Annotated[bool, flag("--follow", "Show new lines until the job has ended.")] = False,
 ) -> None:
     """Show the log of a job, or of one task of an array, such as 12_3.
 

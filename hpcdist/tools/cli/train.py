@@ -13,7 +13,7 @@ import typer
 from hpcdist.errors import LEFT, ConfigError
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import JobFile, on_all_ranks
-from hpcdist.tools.options import Config, Overrides
+from hpcdist.tools.options import Config, Overrides, flag, option
 
 app = typer.Typer()
 
@@ -24,21 +24,17 @@ def train(
     job: JobFile,
     config: Config = None,
     overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="This run's folder; by default a new one in runs/.")
-    ] = None,
+    output: Annotated[Path | None, option("FOLDER", "This run's folder; by default a new one in runs/.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume from the newest checkpoint in --output, if there is one.")
+        bool, flag("--resume", "Resume from the newest checkpoint in --output, if there is one.")
     ] = False,
-    allow_changes: Annotated[
-        bool, typer.Option("--allow-changes", help="With --resume, allow changed settings.")
-    ] = False,
+    allow_changes: Annotated[bool, flag("--allow-changes", "With --resume, allow changed settings.")] = False,
     progress: Annotated[
         console.ProgressMode,
         typer.Option(help="live: one rewritten line; auto: live on a terminal, lines in a file or a pipe."),
     ] = console.ProgressMode.auto,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Write timeline.json: each rank's activities and waits over time.")
+        bool, flag("--timeline", "Write timeline.json: each rank's activities and waits over time.")
     ] = False,
     bind: Annotated[
         bool, typer.Option(help="Bind each rank to separate cores unless the launcher has bound it.")

@@ -26,7 +26,6 @@ from hpcdist.tools.report.page import sections_of
 from hpcdist.tools.report.results import read_jobs
 from hpcdist.tools.report.table import csv_rows, show, tables
 from hpcdist.tools.report.verdict import judge
-from hpcdist.tools.report.wording import count
 from hpcdist.tools.statistics import MIN_SEEDS
 
 T = TypeVar("T")
@@ -51,7 +50,7 @@ class ChosenRate:
 
     def __str__(self) -> str:
         edge = "" if self.between else ", though a neighbour was not tried: give --tune more runs"
-        return f"{self.name} on {count(self.ranks, 'rank')}: learning rate {self.rate:g}{edge}"
+        return f"{self.name} on {console.count(self.ranks, 'rank')}: learning rate {self.rate:g}{edge}"
 
 
 class ComparedRuns(ExperimentRuns):
@@ -83,7 +82,7 @@ class ComparedRuns(ExperimentRuns):
         for group, reason in reasons:
             if group.kind == "strategy" and group.name not in {other.name for other in runnable}:
                 raise ConfigError(f"{group.name} must be able to run on one of the numbers of ranks; got: {reason}")
-        left_out = [(group.name, count(group.ranks, "rank"), why) for group, why in reasons if why is not None]
+        left_out = [(group.name, console.count(group.ranks, "rank"), why) for group, why in reasons if why is not None]
         return runnable, [f"{name} is left out on {ranks}: {why}" for name, ranks, why in left_out]
 
     def _share_runs(self, runnable: Sequence[ComparedGroup]) -> list[ComparedGroup]:
@@ -113,7 +112,7 @@ class ComparedRuns(ExperimentRuns):
         """Search learning rates if asked, then run everything that is missing; return the failed runs."""
         self.write()
         if (seeds := self.experiment.seeds) < MIN_SEEDS:
-            warning = f"With {count(seeds, 'seed')} differences in results can't be told from noise"
+            warning = f"With {console.count(seeds, 'seed')} differences in results can't be told from noise"
             console.note(f"{warning}; that takes {MIN_SEEDS} seeds or more")
         if self.experiment.tune:
             self.tune(runner)

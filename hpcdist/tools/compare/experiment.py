@@ -20,7 +20,8 @@ from typer import Option
 
 from hpcdist.errors import ConfigError, DataError, UnknownNameError
 from hpcdist.tools import completion
-from hpcdist.tools.options import Launcher, read_counts, read_number, read_target
+from hpcdist.tools.options import Launcher, option, read_counts, read_number, read_target
+from hpcdist.tools.slurm.places import sites
 
 E = TypeVar("E", bound="Experiment")
 COUNT = Interval(ge=1, le=100_000)  # limit for values read from files
@@ -116,7 +117,7 @@ class Experiment:
     target: float | None = None
     budget: Annotated[
         Mapping[str, int | float],
-        Option(metavar="UNIT=N", help="When each run ends: samples=N (of all ranks), steps=N or seconds=N."),
+        option("UNIT=N", "When each run ends: samples=N (of all ranks), steps=N or seconds=N."),
         Reader(read_budget),
     ] = field(default_factory=dict)
     evaluations: Annotated[
@@ -201,36 +202,34 @@ class Comparison(Experiment):
 
     seeds: Annotated[
         int,
-        Option(
-            metavar="N",
-            help="Runs of each strategy on each number of ranks, with different seeds. Default: 5; 1 on virtual ranks, "
+        option(
+            "N",
+            "Runs of each strategy on each number of ranks, with different seeds. Default: 5; 1 on virtual ranks, "
             "and for a script without {seed}.",
         ),
         COUNT,
     ] = 5
     strategies: Annotated[
         tuple[str, ...],
-        Option(
-            metavar="A,B:KEY=VALUE,...",
-            help="Strategies to compare. The options of one follow a colon.",
+        option(
+            "A,B:KEY=VALUE,...",
+            "Strategies to compare. The options of one follow a colon.",
             autocompletion=completion.strategies,
         ),
         Reader(read_strategies),
     ] = ("allreduce",)
-    ranks: Annotated[
-        tuple[int, ...], Option(metavar="N,N,...", help="Numbers of ranks to run on."), Reader(_read_ranks)
-    ] = (1, 2)
+    ranks: Annotated[tuple[int, ...], option("N,N,...", "Numbers of ranks to run on."), Reader(_read_ranks)] = (1, 2)
     baselines: Annotated[
         tuple[str, ...],
-        Option(metavar="A,B", help="Compare with other libraries, too: ddp (torch's own), horovod."),
+        option("A,B", "Compare with other libraries, too: ddp (torch's own), horovod."),
         Reader(lambda given: tuple(",".join(given).split(","))),
     ] = ()
     rates: Annotated[
         Mapping[str, float],
-        Option("--rate", metavar="STRATEGY=RATE", help="Learning rate of one strategy. May be repeated."),
+        option("STRATEGY=RATE", "Learning rate of one strategy. May be repeated.", "--rate"),
         Reader(_read_rates),
     ] = field(default_factory=dict)
-    tune: Annotated[int, Option(metavar="N", help="First search each strategy's learning rate, with N runs."), ANY] = 0
+    tune: Annotated[int, option("N", "First search each strategy's learning rate, with N runs."), ANY] = 0
     controls: Annotated[
         bool,
         Option(help="Also train on one process with the batch of all ranks; if ranks are virtual, on one rank, too."),
@@ -254,23 +253,23 @@ class Sweep(Experiment):
     command = "sweep"
     seeds: Annotated[int, Option(help="Runs of each combination, with different seeds."), COUNT] = 1
     strategy: Annotated[
-        str, Option(metavar="NAME:KEY=VALUE,...", help="Strategy of all runs.", autocompletion=completion.strategies)
+        str, option("NAME:KEY=VALUE,...", "Strategy of all runs.", autocompletion=completion.strategies)
     ] = "allreduce"
     over: Annotated[
         tuple[str, ...],
-        Option(metavar="KEY=VALUES", help="Setting and values: A,B,C or LOW..HIGH[:log][:POINTS]. May be repeated."),
+        option("KEY=VALUES", "Setting and values: A,B,C or LOW..HIGH[:log][:POINTS]. May be repeated."),
         Reader(_read_over),
     ]
     trials: Annotated[int, Option("--runs", help="Number of combinations to try; a grid has all."), COUNT] = 20
     ranks: Annotated[int, Option(help="Ranks of each run."), COUNT] = 1
     sampler: Annotated[
-        str, Option(metavar="NAME", help="How combinations are chosen: tpe (near good ones), random, or grid (all).")
+        str, option("NAME", "How combinations are chosen: tpe (near good ones), random, or grid (all).")
     ] = "tpe"
     pruner: Annotated[
         str,
-        Option(
-            metavar="NAME",
-            help="Which runs end early: asha (after 1/9 and 1/3 of the evaluations all but the best third), median "
+        option(
+            "NAME",
+            "Which runs end early: asha (after 1/9 and 1/3 of the evaluations all but the best third), median "
             "(runs worse than the median), or none.",
         ),
     ] = "none"
@@ -289,29 +288,25 @@ class Execution:
         ConfigError: `launcher` and Slurm's options exclude each other.
     """
 
-    output: Annotated[
-        Path | None, Option(metavar="FOLDER", help="Folder for all files. Default: runs/COMMAND-JOB, or -2...")
-    ] = None
+    output: Annotated[Path | None, option("FOLDER", "Folder for all files. Default: runs/COMMAND-JOB, or -2...")] = None
     launcher: Launcher = None
     slurm: Annotated[
         str | None,
-        Option(
-            metavar="SITE",
-            help="Submit the runs as Slurm's job arrays: a cluster's profile, NAME or TOML.",
-            autocompletion=completion.sites,
+        option(
+            "SITE",
+            "Submit the runs as Slurm's job arrays: a cluster's profile, NAME or TOML.",
+            autocompletion=sites,
         ),
     ] = None
     slurm_set: Annotated[
         list[str] | None,
-        Option(
-            metavar="KEY=VALUE",
-            help="Setting of these jobs, such as time_min=30; may be repeated.",
+        option(
+            "KEY=VALUE",
+            "Setting of these jobs, such as time_min=30; may be repeated.",
             autocompletion=completion.specification,
         ),
     ] = None
-    jobs: Annotated[
-        int | None, Option(min=1, metavar="N", help="Concurrent runs. Default: as many as fit on the cores.")
-    ] = None
+    jobs: Annotated[int | None, option("N", "Concurrent runs. Default: as many as fit on the cores.", min=1)] = None
 
     def __post_init__(self) -> None:
         if self.slurm is not None and self.launcher is not None:

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from pandas import DataFrame
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -26,11 +26,7 @@ from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.launchers import Launcher
 from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.compare.trained import TrainedJob, TrainedScript
-from hpcdist.tools.report.wording import count
 from hpcdist.tools.runs import COMPARISON, FAILURE, Run, is_done
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 REFRESHES_S = 1.0  # between two reads of the running runs' files
 MAX_LINES = 8  # shown of concurrent runs; the others are counted
@@ -290,7 +286,7 @@ def describe(run: PlannedRun) -> str:
     """Describe a run briefly: `softsync (splits 4), 4 ranks, seed 0`."""
     rate = next((setting.partition("=")[2] for setting in run.overrides if setting.startswith("optimizer.lr=")), None)
     rate = None if rate is None or "optimizer.lr=" in run.name else rate  # a trial's name holds its settings
-    return f"{run.name}, {count(run.ranks, 'rank')}, {f'rate {float(rate):g}, ' if rate else ''}seed {run.seed}"
+    return f"{run.name}, {console.count(run.ranks, 'rank')}, {f'rate {float(rate):g}, ' if rate else ''}seed {run.seed}"
 
 
 def _format_metrics(metrics: dict[str, float]) -> str:

@@ -28,6 +28,7 @@ from hpcdist.config.job import JobConfig
 from hpcdist.errors import ConfigError, DataError, HpcdistError, require_packages
 from hpcdist.records import Summary, drop_partial_line, load_summary, locked, making, read_bounded, read_evaluations
 from hpcdist.records.files import Count, faults_of
+from hpcdist.session.run import on_rank_0
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.experiment import Comparison, Sweep
 from hpcdist.tools.compare.plan import PlannedRun, mean_metric, plan, trial_group
@@ -295,8 +296,7 @@ def train(
         trials, number, _ = find_trial(folder)
         return trials.judge(number, folder)
 
-    started = comm.raise_on_all_ranks(lambda: start() if comm.rank == 0 else None)
-    job, overrides, resume, has_pruner = comm.gather(started)[0]  # every rank gets rank 0's
+    job, overrides, resume, has_pruner = on_rank_0(comm, start)
     judged = judge if has_pruner else None
     return runs.train(comm, Path(job), None, overrides, run, resume, None, ends_at, command, judge=judged)
 

@@ -69,7 +69,7 @@ class Report:
         if self.is_reporter:
             counts = {s: sum(f.status == s for f in self.findings) for s in (ERROR, WARNING)}
             worst = next((s for s in (ERROR, WARNING) if counts[s]), OK)
-            text = ", ".join(f"{n} {s}{'s' * (n != 1)}" for s, n in counts.items())
+            text = ", ".join(console.count(n, s) for s, n in counts.items())
             self.stage = "all"
             self._show(worst, f"{text}, {time.monotonic() - self._start:.1f} s; exit status {status}")
         return status

@@ -1,5 +1,3 @@
 """Reports: a web page about a folder of runs, its figures, and all numbers as CSV and JSON."""
 
 from hpcdist.tools.report.page import read_runs, write
-
-__all__ = ["read_runs", "write"]

@@ -62,9 +62,12 @@ class RunGroup:
         return [row.get(column) for row in self.rows if row["failure"] is None]
 
     def mean(self, column: str) -> Interval | None:
-        """Return the mean of a column with its confidence interval, clipped to possible values; None without values."""
+        """Return the mean of a column with its confidence interval, clipped to possible values; None without values.
+
+        What was spent until the target has no mean if a run did not reach it, or has no record of it.
+        """
         values = list(self[column].values())
-        if not values:
+        if not values or (column.endswith("_to_target") and len(values) < self.n_started):
             return None
         if not is_share(column):
             estimate = interval(values)
@@ -167,11 +170,6 @@ class RunGroup:
         """Return the seconds of each rank by activity (PARTS), averaged over the runs."""
         frames = [result.curves.times for result in self.ended if len(result.curves.times)]
         return concat(frames).groupby("rank").mean() if frames else DataFrame()
-
-    def spent_to_target(self, quantity: str) -> Interval | None:
-        """Return the mean `bytes` or `joules` until the target; None if a run did not reach it or has no record."""
-        values = self[f"{quantity}_to_target"].values()
-        return self.mean(f"{quantity}_to_target") if 0 < len(values) == self.n_started else None
 
     @property
     def total_batch(self) -> int | None:

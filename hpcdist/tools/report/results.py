@@ -435,20 +435,20 @@ def _losses(
     times = [(0, 0.0), *((result.samples, result.seconds) for result in run.evaluations)]
     if run.summary is not None and total > times[-1][0]:
         times.append((total, run.summary.wall_s))
-    step, samples, loss = (
-        records[name][(records["samples"] > 0) & (records["losses"] > 0)] for name in ("step", "samples", "loss")
-    )
+    trains = records["samples"] > 0
+    step, samples, loss, finite = (records[name][trains] for name in ("step", "samples", "loss", "losses"))
     n_blocks = max(1, min(POINTS, last))
-    # Block of each step; blocks without a finite loss have no point.
+    # Block of each step; blocks without a finite loss have no point, but their samples count.
     block = np.minimum((step - 1) * n_blocks // max(1, last), n_blocks - 1).astype(int)
-    filled, block_samples = np.unique(block), np.bincount(block, samples, n_blocks)
-    trained = block_samples[filled].cumsum().astype(int)
+    filled, n_finite = np.unique(block[finite > 0]), np.bincount(block, finite * samples, n_blocks)
+    trained = np.bincount(block, samples, n_blocks).cumsum()[filled].astype(int)
+    sums = np.bincount(block, np.where(finite > 0, loss * samples, 0.0), n_blocks)
     points = DataFrame(
         {
             "samples": trained,
             "seconds": np.interp(trained, *np.transpose(times)),
             "bytes": bytes_at((filled + 1) * last // n_blocks),
-            "loss": np.bincount(block, loss * samples, n_blocks)[filled] / block_samples[filled],
+            "loss": sums[filled] / n_finite[filled],
         }
     )
     return points[trained <= times[-1][0]]  # times of later ones are unknown

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from hpcdist.errors import DataError
 from hpcdist.records import read_checked
 from hpcdist.records.files import Count
+from hpcdist.tools import console
 from hpcdist.tools.compare.space import Axis
 from hpcdist.tools.compare.trials import JOURNAL, STUDY, SweepTrial, journal_errors, open_journal
 from hpcdist.tools.report import wording
@@ -99,7 +100,7 @@ def judge_sweep(swept: SweptSettings) -> Verdict:
     states = Counter[str](trial.state for trial in trials)
     others = ("cut", "failed", "waiting", "running")
     counted = "".join(f"; {states[state]} {state}" for state in others if states[state])
-    summary = f"{len(complete)} of {wording.count(len(trials), 'trial')} had the whole budget"
+    summary = f"{len(complete)} of {console.count(len(trials), 'trial')} had the whole budget"
     reasons = [f"{summary}{counted}."]
     caveats = []
     if not complete:
@@ -120,7 +121,7 @@ def judge_sweep(swept: SweptSettings) -> Verdict:
                 f"The best `{axis.key}` lies at the {end} end of its range: a wider range may hold a better one."
             )
     caveats.append(
-        f"The best of {wording.count(len(trials), 'trial')} is partly luck"
+        f"The best of {console.count(len(trials), 'trial')} is partly luck"
         f"{', as each ran with one seed' if swept.seeds == 1 else ''}: compare it again on other seeds."
     )
     return Verdict(headline, reasons, caveats)

@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.ticker import LogLocator, NullLocator
 
+from hpcdist.tools import console
 from hpcdist.tools.compare.space import Axis
 from hpcdist.tools.compare.trials import SweepTrial
 from hpcdist.tools.report import wording
@@ -17,7 +18,7 @@ def facts_of_sweep(swept: SweptSettings) -> dict[str, str]:
     """List the sweep's settings for the page's head."""
     return {
         "metric": f"{swept.metric} ({'higher' if swept.higher_is_better else 'lower'} is better)",
-        "strategy": f"`{swept.strategy}` on {wording.count(swept.ranks, 'rank')}",
+        "strategy": f"`{swept.strategy}` on {console.count(swept.ranks, 'rank')}",
         "sampler": swept.sampler,
         "pruner": swept.pruner,
         "trials": f"{len(swept.complete)} of {len(swept.trials)} with the whole budget",

@@ -186,7 +186,7 @@ def _heads(table: JobTable) -> dict[str, str]:
 def _title(analysis: Analysis) -> str:
     """Return a table's title: the job, how many runs there are, and what the values are."""
     job, failed = analysis.job, len(analysis.failures)
-    text = f"{job.name or job.title}: {wording.count(len(analysis.runs), 'run')}"
+    text = f"{job.name or job.title}: {console.count(len(analysis.runs), 'run')}"
     text += f", {failed} without a result" if failed else ""
     text += ", on virtual ranks" if all(group.virtual for group in analysis.groups) else ""
     max_runs = max(len(group.ended) for group in analysis.groups)

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from hpcdist.tools.console import count
 from hpcdist.tools.machine import timing_warnings
 from hpcdist.tools.report.analysis import SIGNIFICANT, Analysis, Contrast, RunGroup
 from hpcdist.tools.report.results import JobRuns, finals, percent
-from hpcdist.tools.report.wording import capital, count, gap, gap_span, joined, mean, seconds_to_target, value
+from hpcdist.tools.report.wording import capital, gap, gap_span, joined, mean, seconds_to_target, value
 from hpcdist.tools.statistics import MIN_SEEDS, Effect, ratio_of
 
 LEAST_RATIO = 1.1  # of times, to win in a headline: 1.03 times sooner is no win

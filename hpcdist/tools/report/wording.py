@@ -115,11 +115,6 @@ def gap_span(metric: str, ci: Interval) -> str:
 
 
 # --- phrases ----------------------------------------------------------------------------------------------------------
-def count(number: int, noun: str) -> str:
-    """Format a number of things: `1 rank`, `4 ranks`."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def capital(text: str) -> str:
     """Capitalize the first letter only, which keeps names such as mIoU."""
     return text[:1].upper() + text[1:]

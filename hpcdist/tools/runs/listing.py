@@ -53,7 +53,8 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
     record, summary = run.record, run.summary
     state: ListedState = run.outcome or "running"
     starts = [] if record is None else [record, *record.resumed]
-    known = [start for start in starts if start.ended is not None or state == "running"]  # not those that were killed
+    # Not those that were killed.
+    known = [start for start in starts if start.ended or (state == "running" and start is starts[-1])]
     newest, last = run.start or summary, summary or (run.evaluations[-1] if run.evaluations else None)
     return ListedRun(
         folder=str(folder),

@@ -12,19 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hpcdist.config.merge import describe_changes
 from hpcdist.errors import DataError
-from hpcdist.records import (
-    Evaluation,
-    Resources,
-    RunRecord,
-    Start,
-    Summary,
-    Usage,
-    is_abandoned,
-    load_run,
-    load_summary,
-    open_regular,
-    read_evaluations,
-)
+from hpcdist.records.files import open_regular
+from hpcdist.records.lock import is_abandoned
+from hpcdist.records.resources import Resources, Usage
+from hpcdist.records.run import RunRecord, Start, load_run
+from hpcdist.records.step import Evaluation, read_evaluations
+from hpcdist.records.summary import Summary, load_summary
 from hpcdist.tools.mpirun import without_block
 from hpcdist.tools.runs.steps import Steps
 
@@ -228,8 +221,8 @@ class Run:
 
     @property
     def loss(self) -> float | None:
-        """Return the mean of the ranks' newest training losses; None without any."""
-        losses = self.steps.losses.values()
+        """Return the mean of the ranks' newest training losses, without ranks of earlier starts; None without any."""
+        losses = [loss for rank, loss in self.steps.losses.items() if not self.start or rank < self.start.ranks]
         return statistics.fmean(losses) if losses else None
 
 

@@ -7,11 +7,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import Field
-
 from hpcdist.comm.virtual import ComputeModel, Constant, Exponential, Jitter, Network, Replay, SlowSteps, Straggler
 from hpcdist.config.merge import load
-from hpcdist.config.settings import Settings
+from hpcdist.config.settings import Field, Settings
 from hpcdist.errors import ConfigError
 from hpcdist.records import read_records
 
@@ -31,10 +29,10 @@ StepSeconds = Callable[[float | None], float]  # converts the given seconds of a
 class ClusterConfig(Settings):
     """A virtual cluster: the links between its ranks, and the times of their steps."""
 
-    network: str = Field("20us,10Gbit/s", description="latency and bandwidth of each link")
-    intra_network: str | None = Field(None, description="the same for ranks of one node; none: as network")
-    ranks_per_node: int | None = Field(None, ge=1, description="ranks on each node; none is one")
-    compute: str = Field(MEASURED, description=f"{MEASURED}, or {MODELS}; SECONDS may be `{MEASURED}`")
+    network: str = Field("20us,10Gbit/s", "latency and bandwidth of each link")
+    intra_network: str | None = Field(None, "the same for ranks of one node; none: as network")
+    ranks_per_node: int | None = Field(None, "ranks on each node; none is one", ge=1)
+    compute: str = Field(MEASURED, f"{MEASURED}, or {MODELS}; SECONDS may be `{MEASURED}`")
 
     def links(self) -> Network:
         """Return the network; raise ConfigError if a link can't be parsed."""
@@ -46,7 +44,7 @@ class ClusterConfig(Settings):
         times: list[float] = []
         # append returns None, so that the parser gets 1.0 for each time.
         self.steps(lambda given_s: times.append(given_s or 0.0) or 1.0)  # type: ignore[func-returns-value]
-        return f"{self.compute} ({times[0]:g} s)" if times and times[0] else self.compute
+        return f"{self.compute} ({times[0]:g} s)" if len(set(times)) == 1 and times[0] else self.compute
 
     def steps(self, step_s: StepSeconds) -> ComputeModel:
         """Return the model of step times, in seconds from `step_s`; raise ConfigError if `compute` can't be parsed."""
@@ -102,7 +100,7 @@ def _model(text: str, step_s: StepSeconds) -> ComputeModel:
         if not Path(rest).is_dir():
             raise ConfigError(f"compute must be replay:RUN with a run's folder; got {text!r}, which does not exist.")
         records = read_records(rest)
-        return Replay(rest, [[record.computing_s for record in records[rank]] for rank in sorted(records)])
+        return Replay(rest, [[step_s(record.computing_s) for record in records[rank]] for rank in sorted(records)])
     raise ConfigError(f"compute must be {MEASURED}, {MODELS}; got {text!r}.")
 
 

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ class Simulation:
         return self.step_s[nearest] * samples / nearest
 
 
-class VirtualLauncher:
+class VirtualLauncher(AbstractContextManager["VirtualLauncher"]):
     """Execute runs on virtual ranks, in this process or in `workers` processes, each with one thread.
 
     As many threads may call `run`. Only this process handles signals that end a program, and ends the workers: Ctrl-C
@@ -134,9 +135,6 @@ class VirtualLauncher:
                 failure = f"its process was killed: is there enough memory for {run.ranks} ranks? Try --workers 1"
         if failure is not None:
             raise RunError(f"run {run.folder} on virtual ranks failed: {failure}")
-
-    def __enter__(self) -> VirtualLauncher:
-        return self
 
     def __exit__(self, *failure: object) -> None:
         """Kill the worker processes, and with them their runs."""

@@ -19,28 +19,19 @@ from hpcdist.tools.simulate.cluster import MEASURED, ClusterConfig
 from hpcdist.train import Job
 from hpcdist.train.job import first_batch, prepare_data
 from hpcdist.train.loop import local_device
+from hpcdist.train.planning import one_thread
 from hpcdist.train.runs import specify
 
 WARM_UP, STEPS = 2, 7
 E = TypeVar("E", bound=Comparison | Sweep)
 
 
+@one_thread()
 def measure_step(job: Job, config: JobConfig, samples: int) -> float:
     """Return the median seconds of a few steps with this number of samples: forward, backward, optimizer.
 
     If the data set has fewer samples, the time is scaled in proportion.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng():
-            return _median_s(job, config, samples)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _median_s(job: Job, config: JobConfig, samples: int) -> float:
-    """As `measure_step`, with the current number of threads and random state."""
     device = local_device(0)
     torch.manual_seed(config.seed)
     module = job.model(**config.model).to(device)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from hpcdist.errors import QueueError, suggestion
+from hpcdist.tools import console
 from hpcdist.tools.slurm.queue import ask
 from hpcdist.tools.slurm.spec import JobSpec, Site
 
@@ -39,11 +40,6 @@ class Node(NamedTuple):
     memory_mb: int
     gpus: int
     limit_min: float
-
-
-def counted(number: int, noun: str) -> str:
-    """Format a number of things: 1 node, 4 nodes."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def refusals(spec: JobSpec, site: Site, text: str) -> Iterator[Problem]:
@@ -112,7 +108,7 @@ def unmet_requests(spec: JobSpec, site: Site, available: Sequence[Node]) -> Iter
     }
     too_large = {setting: need for setting, need in needs.items() if need[0] > max(need[2])}
     for setting, (count, unit, capacities) in too_large.items():
-        largest = f"{max(capacities)} GB" if unit == "GB" else counted(max(capacities), unit)
+        largest = f"{max(capacities)} GB" if unit == "GB" else console.count(max(capacities), unit)
         yield error(f"{setting} must be at most the {largest} of a node of {', '.join(chosen)}; got {count}.")
     n_fit = sum(all(count <= capacities[i] for count, _, capacities in needs.values()) for i in range(len(candidates)))
     if not too_large and n_fit < spec.nodes + spec.spare_nodes:

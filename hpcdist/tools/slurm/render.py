@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from hpcdist.config.settings import Settings
@@ -69,7 +70,7 @@ def render(spec: JobSpec, site: Site) -> Script:
         if spec.template is None:
             template = environment.get_template(f"{spec.shape}.sh")
         else:
-            template = environment.from_string(_mark_reasons(_read_template(spec.template)))
+            template = environment.from_string(_read_template(spec.template))
         text = template.render(spec=spec, site=site)
     except SecurityError as error:
         raise ConfigError(
@@ -104,7 +105,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 def _environment(templates: Path) -> jinja2.Environment:
     """Return the Jinja environment that renders templates, with the filters that quote values."""
     environment = _Sandbox(
-        loader=_Templates(templates),
+        loader=jinja2.FileSystemLoader(templates),
+        extensions=[_MarksReasons],
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: value if isinstance(value, (_Code, jinja2.Undefined)) else quoting.shell(value),
         trim_blocks=True,
@@ -128,16 +130,11 @@ def _code(quote: Callable[..., str]) -> Callable[..., _Code]:
     return lambda value: _Code(quote(value))
 
 
-class _Templates(jinja2.FileSystemLoader):
-    """A template loader that marks reasons, so that a value that looks like a reason is not taken for one."""
+class _MarksReasons(Extension):
+    """Marks reasons in the source of a template, so that a value that looks like a reason is not taken for one."""
 
-    def get_source(self, environment: jinja2.Environment, template: str) -> Any:
-        source, path, fresh = super().get_source(environment, template)
-        return _mark_reasons(source), path, fresh
-
-
-def _mark_reasons(source: str) -> str:
-    return REASON.sub(lambda match: match[1] + MARK, source)
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+        return REASON.sub(lambda match: match[1] + MARK, source)
 
 
 def _lines(text: str) -> Iterable[Line]:

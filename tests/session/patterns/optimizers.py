@@ -81,6 +81,18 @@ def _hooked():
 enter("gradient_hooks", model=_hooked, lr=0.05)
 
 
+def _double(p):
+    p.grad.mul_(2)
+
+
+@training(0.05)
+def hooks_on_accumulated_gradients(run, model, optimizer):
+    """Registered after DistributedOptimizer; on each rank's own samples, before the mean."""
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(_double)
+    train(run, model, optimizer, run.loader())
+
+
 @training(
     make=using(optim.Adam, lr=0.01), ways=("joint", "one", "same"),
     where=("allreduce", "gossip_sync", "local_sgd", "dpsgd", "gossip_pull"),

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.traced import measure_ahead
 from hpcdist.tools.doctor.base import OK, WARNING, Finding, Nodes, Requirements, gather
-
-if TYPE_CHECKING:
-    from hpcdist.comm.communicator import Communicator
 
 MAX_OFFSET_S = 0.05  # clocks synchronized by NTP differ by much less
 
 
 def measure(comm: Communicator, nodes: Nodes, required: Requirements, clock: Callable[[], float] = time.time) -> dict:
     """Collective. Measure the offset of each node's clock to rank 0's, and the offset's uncertainty, in seconds."""
-    from hpcdist.comm.traced import measure_ahead
-
     offsets = measure_ahead(comm, nodes.leaders[1:], clock)
     gather(comm, None)  # other ranks wait here without using their cores
     return {"clocks": {nodes.name(rank): {"ahead_s": s, "error_s": error_s} for rank, (s, error_s) in offsets.items()}}

@@ -15,25 +15,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.records import read_bounded
 from hpcdist.tools.console import amount
-from hpcdist.tools.doctor.base import (
-    ERROR,
-    OK,
-    WARNING,
-    Finding,
-    Nodes,
-    Requirements,
-    attempt,
-    gather,
-    gather_by_node,
-    listed,
-)
-
-if TYPE_CHECKING:
-    from hpcdist.comm.communicator import Communicator
+from hpcdist.tools.doctor import base
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements
 
 CALL_S = 6.0  # timeout of the calls of one step
 SEEN_S = 4.0  # timeout for a new file to appear on other nodes: NFS caches a folder's list
@@ -41,14 +29,14 @@ FREED_S = 2.0  # timeout for a released lock to become free
 SAMPLE_BYTES, BLOCK_BYTES, SAMPLE_S = 1 << 24, 1 << 20, 1.5
 NO_ROOM_BYTES, LITTLE_ROOM_BYTES = 1 << 27, 1 << 32  # a checkpoint of a small model, of a large one
 
-_try = partial(attempt, CALL_S, "the file system's answer")
+_try = partial(base.attempt, CALL_S, "the file system's answer")
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Measure free bytes, visibility of new files and locks on each node; then write and read speed."""
     is_first, reader = comm.rank == 0, nodes.leaders[-1]  # rank that reads: its page cache does not hold rank 0's file
-    created = gather(comm, _try(lambda: _start(required.folder)) if is_first else None)[0]
+    created = base.gather(comm, _try(lambda: _start(required.folder)) if is_first else None)[0]
     if "error" in created:
         return {"folder": str(required.folder.absolute()), "error": created["error"]}
     folder = Path(created["made"])
@@ -58,8 +46,8 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
             "missing": created["missing"],
             "nodes": _check_visibility(comm, nodes, folder, created["token"]),
             "locks": _locks(comm, nodes, folder / "lock"),
-            "write": gather(comm, _try(lambda: _write(folder / "sample")) if is_first else None)[0],
-            "read": gather(comm, _try(lambda: _read(folder / "sample")) if comm.rank == reader else None)[reader],
+            "write": base.gather(comm, _try(lambda: _write(folder / "sample")) if is_first else None)[0],
+            "read": base.gather(comm, _try(lambda: _read(folder / "sample")) if comm.rank == reader else None)[reader],
         }
     finally:
         if is_first:
@@ -69,7 +57,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
 def _check_visibility(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[str, dict]:
     """Collective. Return `_see_and_write` by node; on rank 0, "arrived" is False if it does not see the node's file."""
     node = nodes.of[comm.rank]
-    rows = gather_by_node(comm, nodes, lambda: _try(lambda: _see_and_write(folder, token, node)))
+    rows = base.gather_by_node(comm, nodes, lambda: _try(lambda: _see_and_write(folder, token, node)))
     if comm.rank == 0:
         writers = [name for name in nodes.names if rows[name].get("seen_s") is not None]
         files = {name: folder / f"node{nodes.names.index(name)}" for name in writers}
@@ -83,14 +71,14 @@ def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
     # The first rank of each other node tries the lock; on a single node the second rank, or the only one.
     is_trying, held = comm.rank in (nodes.leaders[1:] or [min(1, comm.size - 1)]), ExitStack()
     of_rank_0 = _try(lambda: {"held": _lock(held.enter_context(open(path, "w")))}) if comm.rank == 0 else None
-    taken = gather(comm, of_rank_0)[0]
+    taken = base.gather(comm, of_rank_0)[0]
     row = _try(partial(_refused, path)) if is_trying and taken.get("held") else None
-    gather(comm, None)  # barrier: all have tried
+    base.gather(comm, None)  # barrier: all have tried
     _try(held.close)
-    gather(comm, None)  # barrier: the lock is released
+    base.gather(comm, None)  # barrier: the lock is released
     if row and "error" not in row:
         row |= _try(partial(_freed, path))
-    rows = gather(comm, row)
+    rows = base.gather(comm, row)
     return {**taken, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
 
 
@@ -201,7 +189,7 @@ def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
     folder, rows, first = measured["folder"], measured["nodes"], nodes.names[0]
     blind = [name for name, row in rows.items() if row.get("seen_s", 0) is None]
     if blind and len(blind) == len(nodes.names) - 1:
-        text = f"folder must be on a file system that all nodes share; got {folder}, where {listed(blind)} "
+        text = f"folder must be on a file system that all nodes share; got {folder}, where {base.listed(blind)} "
         text += f"see{'s' * (len(blind) == 1)} no file of {first}. Choose another one with --folder"
         yield Finding(ERROR, text)
         return

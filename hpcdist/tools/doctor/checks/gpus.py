@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pynvml as nvml
+import torch
 
-from hpcdist.tools.doctor.base import (
-    ERROR,
-    OK,
-    WARNING,
-    Finding,
-    Nodes,
-    Requirements,
-    attempt,
-    counted,
-    gather,
-    gather_by_node,
-    listed,
-)
-
-if TYPE_CHECKING:
-    from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator
+from hpcdist.tools.doctor import base
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements
 
 CALL_S = 8.0  # the driver's first call takes seconds without nvidia-persistenced
 FREE = 0.9  # of the memory; the driver uses a few percent
@@ -34,15 +22,13 @@ SLOWED = {0x08: "hardware", 0x20: "heat, by the driver", 0x40: "heat", 0x80: "th
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Query torch on each rank, and the driver on each node (None without a driver)."""
     local_rank = nodes.ranks(nodes.of[comm.rank]).index(comm.rank)
-    query = partial(attempt, CALL_S, "the GPU driver's answer")
-    seen = gather(comm, query(lambda: visible(local_rank)))
-    return {"ranks": seen, "nodes": gather_by_node(comm, nodes, lambda: query(driver))}
+    query = partial(base.attempt, CALL_S, "the GPU driver's answer")
+    seen = base.gather(comm, query(lambda: visible(local_rank)))
+    return {"ranks": seen, "nodes": base.gather_by_node(comm, nodes, lambda: query(driver))}
 
 
 def visible(number: int) -> dict:
     """Return the number of GPUs that this rank sees, and the UUID of its GPU. `number`: rank on the node."""
-    import torch
-
     count = torch.cuda.device_count()
     uuid = str(getattr(torch.cuda.get_device_properties(number % count), "uuid", "")) if count else None
     return {"count": count, "uuid": uuid}
@@ -127,7 +113,7 @@ def _counts(measured: dict, nodes: Nodes, required: bool) -> Iterator[Finding]:
         if fewer:
             seen = ", ".join(sorted({str(counts[rank]) for rank in fewer}))
             text = f"all ranks must see the same number of GPUs; got {seen} on rank{'s' * (len(fewer) > 1)} "
-            text += f"{counted(fewer)} ({name}) and {max_count} on others. "
+            text += f"{base.counted(fewer)} ({name}) and {max_count} on others. "
             text += "Exclude that node, or request the same on all"
             yield Finding(ERROR, text, (name,))
 
@@ -141,7 +127,7 @@ def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
                 ranks_by_gpu.setdefault(uuid, []).append(rank)
         for uuid, ranks in ranks_by_gpu.items():
             if len(ranks) > 1:
-                text = f"each rank must have a separate GPU; got ranks {counted(ranks)} on {uuid} ({name}). "
+                text = f"each rank must have a separate GPU; got ranks {base.counted(ranks)} on {uuid} ({name}). "
                 yield Finding(WARNING, f"{text}Start one rank per GPU on each node, and check --gpu-bind")
 
 
@@ -154,12 +140,12 @@ def _health(name: str, node: dict) -> Iterator[Finding]:
             yield Finding(ERROR, text, (name,))
         slowed = [why for bit, why in SLOWED.items() if gpu["reasons"] & bit]
         if slowed:
-            text = f"{at} is slowed down by {listed(slowed)}. Exclude the node, and tell the site"
+            text = f"{at} is slowed down by {base.listed(slowed)}. Exclude the node, and tell the site"
             yield Finding(WARNING, text, (name,))
         others = [f"{pid} ({program})" for uuid, pid, program in node["processes"] if uuid == gpu["uuid"]]
         low = None not in (gpu["free_mb"], gpu["total_mb"]) and gpu["free_mb"] < FREE * gpu["total_mb"]
         if others or low:
-            user = f"process {listed(others)}" if others else "somebody"
+            user = f"process {base.listed(others)}" if others else "somebody"
             text = f"{at} is in use by {user}: {gpu['free_mb']} of {gpu['total_mb']} MiB are free"
             yield Finding(WARNING, text, (name,))
 
@@ -169,7 +155,8 @@ def _summary(measured: dict, nodes: Nodes) -> str:
     counts = {row["count"] for row in measured["ranks"]}
     if counts == {0}:
         with_driver = [name for name, node in measured["nodes"].items() if node and node["gpus"]]
-        return "none" + f" visible to torch, though the driver has some on {listed(with_driver)}" * bool(with_driver)
+        others = f" visible to torch, though the driver has some on {base.listed(with_driver)}"
+        return "none" + others * bool(with_driver)
     kinds = {gpu["name"] for node in measured["nodes"].values() if node for gpu in node["gpus"]}
-    text = f"each rank sees {counts.pop()} and has a separate one" + f" ({listed(sorted(kinds))})" * bool(kinds)
+    text = f"each rank sees {counts.pop()} and has a separate one" + f" ({base.listed(sorted(kinds))})" * bool(kinds)
     return text + (", free and healthy" if kinds else "; no NVIDIA driver: health unknown")

@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from statistics import median, median_high, median_low
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from hpcdist.comm import network
-from hpcdist.tools.doctor.base import (
-    OK,
-    WARNING,
-    Finding,
-    Nodes,
-    Requirements,
-    Unanswered,
-    gather,
-    gather_by_node,
-    listed,
-)
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator
+from hpcdist.tools.doctor import base
+from hpcdist.tools.doctor.base import OK, WARNING, Finding, Nodes, Requirements
 
 SLOW = 0.5  # slow: below this fraction of the nodes' median bandwidth
 LATE, LATE_S = 3.0, 5e-4  # slow: above this multiple of the nodes' median latency, and by at least LATE_S
@@ -71,7 +61,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
 
     Links that seem slow are measured again, and the better values count: another job may have used the network.
     """
-    by_node = gather_by_node(comm, nodes, networks)
+    by_node = base.gather_by_node(comm, nodes, networks)
     ring_rounds = rounds(len(nodes.names))
     links = _measure_rounds(comm, nodes, ring_rounds)
     slow = compare(links.values(), len(nodes.names)) if links else Slow({}, [], 0.0, 0.0)
@@ -96,11 +86,11 @@ def _measure_rounds(
             if comm.rank in ends:
                 link = [*pair, *_pair(comm, ends[1 - ends.index(comm.rank)])]
         try:
-            measured = gather(comm, link)
-        except Unanswered as error:  # neither end of a link replies: its messages are stuck
+            measured = base.gather(comm, link)
+        except base.Unanswered as error:  # neither end of a link replies: its messages are stuck
             stuck = [(nodes.leaders[a], nodes.leaders[b]) for a, b in pairs]
             stuck = [ends for ends in stuck if set(ends) <= set(error.ranks)]
-            raise Unanswered(error.ranks, error.seconds, stuck) from error
+            raise base.Unanswered(error.ranks, error.seconds, stuck) from error
         table |= {pair: Link(*measured[nodes.leaders[pair[0]]]) for pair in pairs}
     return table
 
@@ -112,8 +102,6 @@ def networks() -> list[list]:
 
 def _pair(comm: Communicator, peer: int) -> tuple[float, float]:
     """Measure for about PAIR_S. Return latency in s, and bytes/s per direction, both in use; the same at both ends."""
-    import torch
-
     out, into = torch.zeros(2), torch.zeros(2)
     _exchange(comm, peer, out, into)  # connects
     first_s = _longer_time(comm, peer, median(_exchange(comm, peer, out, into) for _ in range(3)))
@@ -142,8 +130,6 @@ def _exchange(comm: Communicator, peer: int, send: Tensor, receive: Tensor) -> f
 
 def _longer_time(comm: Communicator, peer: int, seconds: float) -> float:
     """Return the longer of both ends' times, so that both decide the same."""
-    import torch
-
     other = torch.empty(1, dtype=torch.float64)
     comm.sendrecv(torch.tensor([seconds], dtype=torch.float64), peer, other, peer, TIME)
     return max(seconds, float(other))
@@ -203,8 +189,8 @@ def _separate_networks(by_node: dict[str, list], nodes: Nodes) -> Iterator[Findi
         name for name in nodes.names if first and by_node[name] and not first & {row[1] for row in by_node[name]}
     ]
     if separate:
-        text = f"{listed(separate)} share{'s' * (len(separate) == 1)} no network with {nodes.names[0]} "
-        text += f"({listed(sorted(first))}): they reach each other through routers, if at all"
+        text = f"{base.listed(separate)} share{'s' * (len(separate) == 1)} no network with {nodes.names[0]} "
+        text += f"({base.listed(sorted(first))}): they reach each other through routers, if at all"
         yield Finding(WARNING, text, tuple(separate) if len(separate) == 1 else ())
 
 

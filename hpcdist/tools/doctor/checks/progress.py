@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
+from hpcdist.comm.communicator import Communicator, Window
 from hpcdist.tools.doctor.base import OK, WARNING, Finding, Nodes, Requirements, gather
 
-if TYPE_CHECKING:
-    from hpcdist.comm.communicator import Communicator, Window
+if TYPE_CHECKING:  # they start MPI
     from hpcdist.comm.mpi.communicator import MpiCommunicator
     from hpcdist.comm.mpi.window import OneSided
 
@@ -29,8 +31,6 @@ def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict
 
     Rank 0 owns the memory; the asker accesses it: the first rank of the second node, or rank 1 on a single node.
     """
-    import torch
-
     from hpcdist.comm.mpi.window import OneSided
 
     if comm.size == 1:
@@ -56,14 +56,14 @@ def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict
 
 def _longest_wait(comm: Communicator, window: Window | OneSided, asker: int) -> float:
     """Collective. Return the asker's longest put or get, in seconds, on rank 0's window; 0.0 on other ranks."""
-    import torch
+    from hpcdist.comm.mpi.transports import compute
 
     values, worst_s = torch.ones(COUNT), 0.0
     if comm.rank == asker:
         window.get(values[:1], 0, 0)  # connects
     gather(comm, None)
     if comm.rank == 0:
-        _compute()
+        compute(SPAN_S, keeps_lock=False)
     elif comm.rank == asker:
         start = time.perf_counter()
         while time.perf_counter() - start < SPAN_S:
@@ -74,14 +74,6 @@ def _longest_wait(comm: Communicator, window: Window | OneSided, asker: int) -> 
     gather(comm, None)
     window.close()
     return worst_s
-
-
-def _compute() -> None:
-    import torch
-
-    matrix, until = torch.full((192, 192), 1e-3), time.perf_counter() + SPAN_S
-    while time.perf_counter() < until:
-        matrix @ matrix
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------

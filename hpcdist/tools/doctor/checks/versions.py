@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from hpcdist import registry
+from hpcdist.comm.communicator import Communicator
+from hpcdist.session.run import required_versions
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, counted, gather, listed
-
-if TYPE_CHECKING:
-    from hpcdist.comm.communicator import Communicator
 
 PLUGINS = "plug-ins"  # of other packages
 REFUSED = ("hpcdist", "torch", "python", "mpi", PLUGINS)  # a run refuses different versions
@@ -20,8 +18,6 @@ OTHERS = ("numpy", "h5py", "mpi4py")
 
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Gather each rank's versions by name."""
-    from hpcdist.session.run import required_versions  # its module imports torch, which takes seconds
-
     versions = required_versions(comm)
     versions |= {name: importlib.import_module(name).__version__ for name in OTHERS}
     versions[PLUGINS] = ", ".join(registry.installed()) or "none"

@@ -18,7 +18,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcdist.tools.report import wording
+from hpcdist.tools import console
 from hpcdist.tools.report.analysis import Analysis, RunGroup
 from hpcdist.tools.statistics import Interval
 
@@ -158,7 +158,7 @@ def by_ranks(analysis: Analysis) -> Iterator[tuple[int, list[RunGroup], str]]:
     """Yield each number of ranks, its groups with a result, and a text for titles."""
     for ranks, block in groupby((group for group in analysis.groups if group.ended), key=lambda group: group.ranks):
         groups = list(block)
-        yield ranks, groups, wording.count(ranks, "rank") + " (virtual)" * any(group.virtual for group in groups)
+        yield ranks, groups, console.count(ranks, "rank") + " (virtual)" * any(group.virtual for group in groups)
 
 
 def dots(

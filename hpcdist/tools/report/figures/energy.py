@@ -33,6 +33,6 @@ def draw(analysis: Analysis) -> Iterator[Part]:
 
 
 def _row(group: RunGroup) -> list[str]:
-    means = group.mean("joules"), group.mean("joules_per_sample"), group.spent_to_target("joules")
+    means = group.mean("joules"), group.mean("joules_per_sample"), group.mean("joules_to_target")
     measured = f"{len(group['joules'])} of {len(group.ended)}"
     return [group.title, *(wording.plain(mean, " J") for mean in means), measured]

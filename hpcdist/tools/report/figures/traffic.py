@@ -28,7 +28,7 @@ def draw(analysis: Analysis) -> Iterator[Part]:
         )
     rows = []
     for group in groups:
-        sent, to_target = map(wording.amount, (group.mean("bytes_per_step"), group.spent_to_target("bytes")))
+        sent, to_target = map(wording.amount, (group.mean("bytes_per_step"), group.mean("bytes_to_target")))
         rows.append([group.title, sent, wording.plain(group.mean("messages_per_step")), to_target])
     heads = ["group", "bytes per step", "messages per step", "bytes to the target"]
     yield ReportTable("Sent and fetched by all ranks, per step of a worker", heads, rows)

@@ -102,8 +102,7 @@ class FlatBuffers:
     def restore(self, averaged: bool = False) -> None:
         """Set the buffers to their values before a batch of weight 0; do nothing without one.
 
-        SyncBatchNorm's keep their values, which come from all ranks' batches; with `averaged` (before statistics are
-        averaged) counts do, too.
+        SyncBatchNorm's keep their values, of all ranks' batches; with `averaged`, before an average, counts do, too.
         """
         saved, self._saved = self._saved, []
         if not saved:

@@ -1,7 +1,6 @@
 """The numbers in an optimiser's param_groups: learning rate, momentum, decay...
 
-A schedule changes them on its rank. They are sent with the gradients to the ranks that apply them, or compared between
-ranks that need equal ones.
+A schedule changes them on its rank. They are sent with the gradients to servers, or compared between equal replicas.
 """
 
 from __future__ import annotations

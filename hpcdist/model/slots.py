@@ -136,8 +136,7 @@ T = TypeVar("T")
 def unwrapped(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     """Yield values under the names that they have without torch's wrappers of the module or its parts.
 
-    torch.compile and torch's checkpoint_wrapper change how a module runs, not its tensors: so checkpoints use the plain
-    module's names.
+    torch.compile and torch's checkpoint_wrapper change how a module runs. Checkpoints use the plain module's names.
     """
     kinds = [(path, cls.__name__) for path, part in module.named_modules() for cls in type(part).__mro__]
     wrappers = [(f"{path}." if path else "", f"{_WRAPPERS[kind]}.") for path, kind in kinds if kind in _WRAPPERS]

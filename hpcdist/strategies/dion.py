@@ -104,7 +104,8 @@ class Dion(OwnStep):
         for item in matrices:
             gradient, momentum = item.views
             wide = momentum.to(torch.promote_types(momentum.dtype, torch.float32))
-            sums.append(wide.add_(gradient).view(len(item.parameter), -1))
+            wide.add_(gradient, alpha=-1 if item.group.get("maximize") else 1)
+            sums.append(wide.view(len(item.parameter), -1))
         factors = [self._basis_of(item, total) for item, total in zip(matrices, sums, strict=True)]
         left = [q @ total.T for q, total in zip(factors, sums, strict=True)]  # transposed: r rows
         self._average(left)

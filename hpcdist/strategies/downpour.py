@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.config.settings import Field, joint_rule
+from hpcdist.model.optimizer_state import groups
 from hpcdist.strategies.base import Contract, Outcome, Update
 from hpcdist.strategies.common.state import zero_all
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, ServerRequest
@@ -83,6 +84,10 @@ class _Worker(Worker):
             strategy.gradients.clip()
             for total, grad in zip(self._sum, self.model.grads, strict=True):
                 total.add_(grad)
+            if config.server_rule == "adagrad":  # which minimises
+                for slot, group in zip(self.model.slots, groups(self.model, strategy.optimizer), strict=True):
+                    if group and group.get("maximize"):
+                        slot.view(self._sum).sub_(slot.view(self.model.grads), alpha=2)
             self._used |= used
         fetches = (strategy.steps + 1) % config.n_fetch == 0
         pushes = (strategy.steps + 1) % config.n_push == 0 and bool(self._used.any())

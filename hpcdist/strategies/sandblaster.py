@@ -115,6 +115,7 @@ class Sandblaster(Strategy):
     def __init__(self, config: Config, comm: Communicator, model: FlatModel, **kwargs: Any):
         self.roles = roles = assign_lbfgs(comm.size, config.servers)
         super().__init__(config, comm, model, **kwargs)
+        self._check_optimizer()
         self.coordinates, self.has_shard = comm.rank == COORDINATOR, comm.rank in roles.shards
         self.joint: JointBatch | None = None  # the batch of the next step, set by the loop
         self.point = self.opened(SharedPoint(comm, roles.shards, model.params))
@@ -136,7 +137,6 @@ class Sandblaster(Strategy):
             coordinator = Coordinator(lbfgs, vectors, portions, self._report)
             self.state.custom("lbfgs", coordinator.state_dict, coordinator.load_state_dict, lambda: None, reshard=first)
             self.coordinator = coordinator
-            self._warn_of_unused()
         if self.is_worker:
             self.worker = PortionWorker(comm, model, self.point, portions, config.seed, self._push, self._ask)
         clock_owner: Any = self.worker if self.is_worker else self.coordinator if self.coordinates else self
@@ -165,10 +165,12 @@ class Sandblaster(Strategy):
         )
         return sums, self.opened(work)
 
-    def _warn_of_unused(self) -> None:
+    def _check_optimizer(self) -> None:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
+        if any(group.get("maximize") for group in groups):
+            raise ConfigError("maximize of the optimiser must be False with sandblaster; got True. Negate the loss.")
         decays = max((group.get("weight_decay") or 0.0 for group in groups), default=0.0)
-        if decays:
+        if decays and self.comm.rank == COORDINATOR:
             _log.warning(
                 "sandblaster does not run %s, and does not apply its weight_decay, %g. Add it to the loss.",
                 type(self.optimizer).__name__, decays,
@@ -187,8 +189,7 @@ class Sandblaster(Strategy):
 
         Args:
             solve: the local optimiser's step; not called.
-            closure: runs the backward pass of a portion, a slice of the joint batch, and returns its mean loss. The
-                gradients are None before.
+            closure: runs the backward pass of a slice of the joint batch, without gradients before; returns its loss.
 
         Returns:
             The step's record, and the loss of the batch at the start of the step, a float64 scalar, shape ().

@@ -56,6 +56,40 @@ def test_an_unknown_option_is_refused(name):
         strategies.load(name).Config(speling=1)
 
 
+@every
+def test_maximize_of_the_negative_loss_is_the_plain_training_or_refused(name):
+    def train(comm, sign):
+        hd.init(comm=comm)
+        model = problem.model()
+        adam = problem.suited(name) is torch.optim.AdamW
+        local = (torch.optim.AdamW if adam else torch.optim.SGD)(model.parameters(), lr=0.01, maximize=sign < 0)
+        options = problem.PERIODS.get(name, {}) | problem.fitting(name, comm.size)
+        optimizer = hd.DistributedOptimizer(local, model, strategy=name, **options)
+
+        def backward(indices, portion=slice(None)):
+            mean = sign * problem.loss(model, indices[portion])
+            mean.backward()
+            return mean
+
+        for (indices,) in hd.shard(DataLoader(TensorDataset(torch.arange(30)), batch_size=4)):
+            optimizer.zero_grad()
+            if strategies.load(name).contract.batch == "portions":
+                optimizer.step(partial(backward, indices))
+            else:
+                backward(indices)
+                optimizer.step()
+        hd.finish(model)
+        return loops.vector(model)
+
+    expected = VirtualRanks(3)(partial(train, sign=1))
+    try:
+        found = VirtualRanks(3)(partial(train, sign=-1))
+    except ConfigError as error:
+        assert "maximize of the optimiser must be False" in str(error)
+    else:
+        assert all(map(torch.equal, found, expected))
+
+
 ALONE = [
     *((name, {}) for name in problem.stepping() if not problem.steps_itself(name)),
     *((name, problem.PERIODS[name]) for name in problem.LONG_PERIODS if not problem.steps_itself(name)),

@@ -14,15 +14,13 @@ _FORMER = {"meets": "synchronizes"}  # former field -> current field
 class Contract:
     """Properties of a strategy that a user's loop, the model's memory or a job's launcher depends on.
 
-    `session/rules.py` decides from the contract which loop patterns are allowed and which are refused, for your own
-    strategies too. A strategy declares it for several ranks; its `Config.narrow` may change fields by options and by
-    the number of ranks.
+    `session/rules.py` decides from the contract which loop patterns are refused, for your own strategies too. A
+    strategy declares it for several ranks; its `Config.narrow` may change fields by options and the number of ranks.
 
     Attributes:
         averages: what an update or an exchange averages: gradients of several workers, weighted by their samples;
             parameters (or changes of them); nothing.
-        synchronizes: when all workers communicate with each other. Unless never, all must take the same number of
-            steps.
+        synchronizes: when all workers communicate with each other. Unless never, all must take equally many steps.
         updates: where the optimiser's step runs: on each worker, or on servers, which then hold its state and use
             the workers' hyper-parameters (learning rate...).
         batch: whose samples a step's gradient is computed from: each worker's local batch, or portions of the joint

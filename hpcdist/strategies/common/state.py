@@ -60,8 +60,7 @@ class StateSpec:
 class State:
     """The state of a strategy on this rank, in addition to parameters, buffers and the local optimiser.
 
-    The line that creates a value declares it, under its key in checkpoints. `save`, `load`, `reshard` and `reset` then
-    treat all declared values.
+    The line that creates a value declares it, under its key in checkpoints, for `save`, `load`, `reshard` and `reset`.
 
     `reshard` is the rule for another number of ranks: "start": use the initial value; "first", "max": take the first
     rank's or the largest value; for tensors also "mean": the mean over ranks, "worker mean": the sum divided by the

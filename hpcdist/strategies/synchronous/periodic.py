@@ -32,8 +32,7 @@ class Periodic(Strategy):
     by the mean δ, bitwise equal on all ranks. On one rank only the optimiser runs, without x.
 
     The mean may be merged some steps after δᵢ was sent. Then each rank keeps its steps since then,
-    θᵢ ← x + (θᵢ − θᵢ when sent), or blends its parameters with x. Without a second thread for MPI calls the result is
-    the same, but no time is saved.
+    θᵢ ← x + (θᵢ − θᵢ when sent), or blends its parameters with x. Only a second thread for MPI calls saves time.
 
     Attributes:
         fragments: the parts of the parameters that are exchanged separately.

@@ -310,13 +310,10 @@ def broadcast_(
 def alltoall_async(
     tensor: Tensor, splits: Tensor | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start to send `splits[r]` rows (by default equal numbers) of a tensor to each rank r; return a handle."""
-    return _alltoall(tensor, splits, name, process_set, itemgetter(0) if splits is None else tuple)
+    """Start to send `splits[r]` rows (by default equal numbers) to each rank r; return a handle.
 
-
-def _alltoall(
-    tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet, finish: Callable[[Any], Any]
-) -> int:
+    `synchronize` returns the received rows, and their numbers by rank, in the dtype of `splits` (by default int32).
+    """
     ranks, rows = process_set.size(), tensor.shape[0]
     if splits is None and rows % ranks:
         raise ValueError(f"rows must be divisible by the number of ranks, {ranks}; got {rows}. Give splits.")
@@ -326,7 +323,8 @@ def _alltoall(
     if int(counts.sum()) > rows or int(counts.min()) < 0:
         raise ValueError(f"splits must add up to at most the tensor's {rows} rows; got {counts.tolist()}.")
     sent = tensor.detach()[: int(counts.sum())]
-    return _start(finish, process_set, name, Alltoall, sent, counts.tolist())
+    dtype = splits.dtype if isinstance(splits, Tensor) else torch.int32
+    return _start(lambda found: (found[0], found[1].to(dtype)), process_set, name, Alltoall, sent, counts.tolist())
 
 
 def alltoall(
@@ -340,7 +338,7 @@ def alltoall(
     n_received: list[Tensor] = []
 
     def exchange(tensors: Sequence[Tensor]) -> list[Tensor]:
-        rows, counts = synchronize(_alltoall(tensors[0], splits, name, process_set, tuple))
+        rows, counts = synchronize(alltoall_async(tensors[0], splits, name, process_set))
         n_received.append(counts)
         return [rows]
 

@@ -310,10 +310,7 @@ def broadcast_(
 def alltoall_async(
     tensor: Tensor, splits: Tensor | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start to send `splits[r]` rows (by default equal numbers) to each rank r; return a handle.
-
-    `synchronize` returns the received rows, and their numbers by rank, in the dtype of `splits` (by default int32).
-    """
+    """Start to send `splits[r]` rows (by default equal numbers) to each rank r; return a handle of rows and counts."""
     ranks, rows = process_set.size(), tensor.shape[0]
     if splits is None and rows % ranks:
         raise ValueError(f"rows must be divisible by the number of ranks, {ranks}; got {rows}. Give splits.")

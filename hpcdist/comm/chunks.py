@@ -25,9 +25,9 @@ def slices(count: int, size: int = CACHED) -> Iterator[slice]:
 def alongside(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield matching chunks of flat tensors of equal length, so that several operations read memory only once.
 
-    Device tensors are not split.
+    Device tensors are not split, nor are short ones, for which a split would take longer than an addition.
     """
-    if all(tensor.is_cpu for tensor in tensors):
+    if tensors[0].numel() > CACHED and all(tensor.is_cpu for tensor in tensors):
         yield from zip(*(tensor.split(CACHED) for tensor in tensors), strict=True)
     else:
         yield tensors

@@ -7,7 +7,9 @@ everything that must be the same on all ranks in a call, such as operation, shap
 from __future__ import annotations
 
 import abc
+import ctypes
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,12 +33,15 @@ def numeric(tensor: Tensor) -> Tensor:
 
 
 def array_of(tensor: Tensor) -> np.ndarray:
-    """View a dense tensor on the host as NumPy's array of shape (n,)."""
-    try:
-        array = tensor.numpy()
-    except (RuntimeError, TypeError):  # it requires a gradient, or NumPy lacks its dtype
-        array = numeric(tensor.detach()).numpy()
-    return array if array.ndim == 1 else array.reshape(-1)
+    """View a dense tensor on the host as NumPy's array of shape (n,). It does not keep the memory alive."""
+    # Not by `Tensor.numpy`, after which the memory can never be resized, as FSDP does.
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return np.frombuffer(memory, _numpy_dtype(tensor.dtype))
+
+
+@cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return numeric(torch.empty(0, dtype=dtype)).numpy().dtype
 
 
 class GatheredRows(NamedTuple):

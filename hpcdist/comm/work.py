@@ -78,7 +78,7 @@ class Work(_Base):
         """Keep a queued work alive for C++ (see `RELEASED`), without its tensors if these are large."""
         if self._queued:
             results = self.tensors if isinstance(self.tensors, (list, tuple)) else [self.tensors]
-            if not all(isinstance(tensor, torch.Tensor) and tensor.nbytes <= KEPT_BYTES for tensor in results):
+            if not all(torch.is_tensor(x) and not x.is_sparse and x.nbytes <= KEPT_BYTES for x in results):
                 self.tensors = []
             keep(self)
 

@@ -41,8 +41,10 @@ class TrainingBatches(AroundLoader):
         if hasattr(self._loader, "set_epoch"):
             self._loader.set_epoch(epoch)
 
-    def resume(self, drawn: int) -> None:
-        """Start the next iteration at the sharded loader's position, after `drawn` batches of its epoch."""
+    def resume(self, drawn: int, epoch: int | None = None) -> None:
+        """Start the next iteration after `drawn` batches: of this epoch, or at the sharded loader's loaded position."""
+        if epoch is not None and self.sized:
+            self.sharded.set_epoch(epoch, drawn)
         self._resumes, self._drawn = True, drawn
 
     def __iter__(self) -> Iterator[Any]:

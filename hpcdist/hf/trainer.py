@@ -75,6 +75,7 @@ class TrainerMixin(_Base):
     """
 
     compute_metrics: Any
+    optimizer: Any
     _total_loss_scalar: float
 
     def __init__(self, *args: Any, strategy: str | Mapping[str, Any] = "allreduce", **kwargs: Any):
@@ -148,7 +149,7 @@ class TrainerMixin(_Base):
         if resumes and kwargs["steps_trained_in_current_epoch"]:
             # The Trainer would skip batches in another loader.
             self._skipped = kwargs["steps_trained_in_current_epoch"]
-            self._batches.resume(self._skipped)
+            self._batches.resume(self._skipped, self._epoch if self._random is None else None)
             kwargs["steps_in_epoch"] -= self._skipped
             kwargs["num_update_steps_per_epoch"] -= self._skipped // self.args.gradient_accumulation_steps
             kwargs["resume_from_checkpoint"] = None
@@ -267,20 +268,23 @@ class TrainerMixin(_Base):
 
         With `batch_eval_metrics` each rank evaluates all batches.
         """
-        run, metrics_of = super().evaluation_loop, self.compute_metrics
+        run, metrics_of, optimizer = super().evaluation_loop, self.compute_metrics, self.optimizer
         rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self._distributed is not None:
+            optimizer.eval()  # of a schedule-free one, which must come before the consensus
+            self.optimizer = None  # the Trainer would call its `eval` again
         with self._consensus():
-            if self.args.batch_eval_metrics:
-                return run(dataloader, *rest)
-            predictions: list[EvalPrediction] = []
-            self._evaluated, self.gather_function = [], self._local_part
-            self.compute_metrics = metrics_of and partial(_record_predictions, predictions)
             try:
+                if self.args.batch_eval_metrics:
+                    return run(dataloader, *rest)
+                predictions: list[EvalPrediction] = []
+                self._evaluated, self.gather_function = [], self._local_part
+                self.compute_metrics = metrics_of and partial(_record_predictions, predictions)
                 output = run(shard(torch_loader(dataloader), training=False), *rest)
                 losses = [(float("nan") if loss is None else loss.item(), size) for loss, size in self._evaluated]
                 has_loss = any(loss is not None for loss, _ in self._evaluated)
             finally:
-                self._evaluated, self.compute_metrics = None, metrics_of
+                self._evaluated, self.compute_metrics, self.optimizer = None, metrics_of, optimizer
         part = predictions[0] if predictions else EvalPrediction(None, None)
         local = (losses, has_loss, output.predictions, output.label_ids, part.losses, part.inputs)
         return self._joined(allgather(local), output, metric_key_prefix)

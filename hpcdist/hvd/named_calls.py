@@ -98,6 +98,11 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
     return (tensor.float() * factor).to(tensor.dtype) if tensor.itemsize == 2 else tensor * factor
 
 
+def _mean_of_integers(total: Tensor, size: int, postscale: float) -> Tensor:
+    """Return total / size * postscale, rounded once, towards 0."""
+    return total.div(size, rounding_mode="trunc") if postscale == 1.0 else scaled(total, postscale / size)
+
+
 @lru_cache(maxsize=CACHED_DIGESTS)
 def _fused_with(dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size], op: str, *scales: float) -> Any:
     """Return the fusion key of an all-reduce; None if it can't be fused."""
@@ -146,14 +151,12 @@ class Allreduce(NamedCall):
         """Collective. Replace `out` by its reduction over the ranks, times `postscale`."""
         if self._op == Adasum:
             _adasum(calls, out)
-        elif self._op == Average:
-            is_integer = not out.is_floating_point() and not out.is_complex()
-            addend = out.long() if is_integer else out  # int64 sums don't wrap around
-            calls.all_reduce(addend, "sum" if is_integer else "mean")
-            if is_integer:
-                out.copy_(addend.div_(calls.size, rounding_mode="trunc"))
+        elif self._op == Average and not out.is_floating_point() and not out.is_complex():
+            calls.all_reduce(total := out.long())  # int64 sums don't wrap around
+            out.copy_(_mean_of_integers(total, calls.size, self._postscale))
+            return
         else:
-            calls.all_reduce(out, OPERATIONS[self._op])
+            calls.all_reduce(out, "mean" if self._op == Average else OPERATIONS[self._op])
         if self._postscale != 1.0:
             out.copy_(scaled(out, self._postscale))
 
@@ -285,9 +288,8 @@ class Reducescatter(NamedCall):
             parts = list((local.long() if averages_integers else local).split(lengths))
             out = torch.empty_like(parts[calls.rank])
             calls.reduce_scatter(out, parts, "mean" if averaged and not averages_integers else OPERATIONS[self._op])
-            if averages_integers:
-                out = out.div_(calls.size, rounding_mode="trunc").to(tensor.dtype)
-            self.result.append(scaled(out, self._postscale))
+            mean = _mean_of_integers(out, calls.size, self._postscale).to(tensor.dtype) if averages_integers else None
+            self.result.append(scaled(out, self._postscale) if mean is None else mean)
 
 
 class Barrier(NamedCall):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -65,10 +65,6 @@ def synchronize(handle: int) -> Any:
     return finish(matcher.wait(request))
 
 
-def _first(result: Any) -> Any:
-    return result[0]
-
-
 def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [each.detach() if each.requires_grad else each for each in tensors]
 
@@ -112,7 +108,7 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start an allreduce of a tensor, which stays unchanged; return a handle."""
-    return _allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set, _first)
+    return _allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set, itemgetter(0))
 
 
 def allreduce_async_(
@@ -121,7 +117,7 @@ def allreduce_async_(
 ) -> int:  # fmt: skip
     """Start an allreduce of a tensor, in place; return a handle."""
     scales = prescale_factor, postscale_factor
-    return _allreduce([tensor], average, name, op, *scales, process_set, _first, in_place=True)
+    return _allreduce([tensor], average, name, op, *scales, process_set, itemgetter(0), in_place=True)
 
 
 def grouped_allreduce_async(
@@ -137,8 +133,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> int:  # fmt: skip
     """Start one allreduce of several tensors, in place; return a handle."""
-    scales = prescale_factor, postscale_factor
-    return _allreduce(tensors, average, name, op, *scales, process_set, list, in_place=True)
+    return _allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, list, in_place=True)
 
 
 def compressed_allreduce_async_(
@@ -177,8 +172,13 @@ def grouped_allreduce(
         scales = prescale_factor, postscale_factor
         return synchronize(grouped_allreduce_async(tensors, average, name, op, *scales, process_set))
 
+    def gradients_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+        if op not in (None, Average, Sum):
+            raise ValueError(f"op of tensors with gradients must be Average or Sum; got {op}. Give tensor.detach().")
+        return reduce(gradients)
+
     compressed, contexts = zip(*map(compression.compress, tensors))
-    results = _Differentiable.apply(partial(reduce, name=name), reduce, *compressed)
+    results = _Differentiable.apply(lambda tensors: reduce(tensors, name), gradients_of, *compressed)
     return [compression.decompress(each, context) for each, context in zip(results, contexts)]
 
 
@@ -310,13 +310,7 @@ def broadcast_(
 def alltoall_async(
     tensor: Tensor, splits: Tensor | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start to send `splits[r]` rows (by default equal numbers) of a tensor to each rank r; return a handle."""
-    return _alltoall(tensor, splits, name, process_set, _first if splits is None else tuple)
-
-
-def _alltoall(
-    tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet, finish: Callable[[Any], Any]
-) -> int:
+    """Start to send `splits[r]` rows (by default equal numbers) to each rank r; return a handle of rows and counts."""
     ranks, rows = process_set.size(), tensor.shape[0]
     if splits is None and rows % ranks:
         raise ValueError(f"rows must be divisible by the number of ranks, {ranks}; got {rows}. Give splits.")
@@ -326,7 +320,8 @@ def _alltoall(
     if int(counts.sum()) > rows or int(counts.min()) < 0:
         raise ValueError(f"splits must add up to at most the tensor's {rows} rows; got {counts.tolist()}.")
     sent = tensor.detach()[: int(counts.sum())]
-    return _start(finish, process_set, name, Alltoall, sent, counts.tolist())
+    dtype = splits.dtype if isinstance(splits, Tensor) else torch.int32
+    return _start(lambda found: (found[0], found[1].to(dtype)), process_set, name, Alltoall, sent, counts.tolist())
 
 
 def alltoall(
@@ -340,7 +335,7 @@ def alltoall(
     n_received: list[Tensor] = []
 
     def exchange(tensors: Sequence[Tensor]) -> list[Tensor]:
-        rows, counts = synchronize(_alltoall(tensors[0], splits, name, process_set, tuple))
+        rows, counts = synchronize(alltoall_async(tensors[0], splits, name, process_set))
         n_received.append(counts)
         return [rows]
 
@@ -367,7 +362,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
 ) -> int:  # fmt: skip
     """Start to reduce a tensor; each rank gets some rows of the result; return a handle."""
-    return _reducescatter([tensor], name, op, prescale_factor, postscale_factor, process_set, _first)
+    return _reducescatter([tensor], name, op, prescale_factor, postscale_factor, process_set, itemgetter(0))
 
 
 def grouped_reducescatter_async(

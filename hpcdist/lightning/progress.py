@@ -39,11 +39,9 @@ class WorkersProgress:
     def follow_step(self) -> None:
         """Advance the loop by one step, as if it had been taken here."""
         loop, step = self._trainer.fit_loop.epoch_loop, self.remaining.pop(0)
-        automatic = self._trainer.lightning_module.automatic_optimization
-        total = loop.automatic_optimization.optim_progress.optimizer.step.total
-        if not automatic:
-            total = loop.manual_optimization.optim_step_progress.total
-        total.ready = total.completed = step
+        automatic, manual = loop.automatic_optimization.optim_progress, loop.manual_optimization.optim_step_progress
+        steps = automatic.optimizer.step if self._trainer.lightning_module.automatic_optimization else manual
+        steps.total.ready = steps.total.completed = step
         if not self.remaining and self._stops:
             self._trainer.should_stop = True
 

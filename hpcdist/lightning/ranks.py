@@ -37,7 +37,7 @@ class CollectivesMixin:
                 "compute portions of a joint batch. Use another one, or your own training loop."
             )
         size = init().size
-        workers = self.strategy_class.Config.from_mapping(options, "strategy").workers(size)
+        self._workers = workers = self.strategy_class.Config.from_mapping(options, "strategy").workers(size)
         self.cluster_environment = HpcdistEnvironment(sorted(range(size), key=lambda rank: rank not in workers))
         self.serves, self.some_serve = init().rank not in workers, len(workers) < size  # this rank; some rank
 

@@ -132,6 +132,7 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
             self._require_shares(dataloader)
         loader: Any = dataloader if by_user else shard(dataloader, training=training)
         if training:
+            loader.known_workers = self._workers  # the script may ask for the steps before there are optimisers
             _require_one_length(loader)
             return Epochs(loader, self)
         if isinstance(getattr(dataloader, "batch_sampler", None), _IndexBatchSamplerWrapper):
@@ -155,15 +156,16 @@ class HpcdistStrategy(CollectivesMixin, ParallelStrategy):
                 "drop_last=True to each DataLoader."
             )
         if self.running and self.running[0].weight == 0:
-            self._module().trainer._results.batch_size = 0  # type: ignore[union-attr]
+            logged: Any = self._module().trainer._results
+            logged.batch_size = 0
             metrics = [module for module in self._module().modules() if isinstance(module, Metric)]
-            for metric in metrics:
+            for metric in (*metrics, *logged.values()):
                 states = metric.metric_state.items()
                 copies = {name: list(each) if isinstance(each, list) else each.clone() for name, each in states}
                 self._counted.append((metric, copies))
 
     def end_batch(self) -> None:
-        """Restore the metrics' states of before a padding batch."""
+        """Restore the states of metrics, and of values logged over epochs, of before a padding batch."""
         for metric, states in self._counted:
             for name, value in states.items():
                 setattr(metric, name, value)

@@ -26,7 +26,7 @@ class Staleness(BaseModel):
 
     mean: float = Field(ge=0)
     max: Count
-    histogram: dict[Count, Count] = Field(description="number of gradients per staleness")
+    histogram: dict[Count, Count] = Field(description="number of gradients per staleness; each server counts")
 
 
 class Seconds(BaseModel):
@@ -69,9 +69,9 @@ class Summary(BaseModel):
     best: Best | None = Field(None, description="none where no evaluation had a finite metric, and in older versions")
     stopped_early: str | None = Field(None, description="why the run ended before its epochs and its budget")
     staleness: Staleness
-    dropped: Count = Field(0, description="gradients that were too stale to be applied")
+    dropped: Count = Field(0, description="gradients that were too stale to be applied; each server counts")
     skipped: Count = Field(0, description="steps of workers, left out for a NaN or infinite gradient")
-    pending: Count = Field(0, description="gradients that no update had applied when the run ended")
+    pending: Count = Field(0, description="gradients without an update when the run ended; each server counts")
     lost_ranks: list[Count] = Field(default_factory=list, description="ranks that died, and the run went on without")
     waited_for_s: dict[int, dict[int, float]] = Field(
         default_factory=dict, description="by worker: seconds that a server held it up, by the rank it waited for"

@@ -209,7 +209,7 @@ class MpiGroup(dist.ProcessGroup):
 
     @by_device
     def allgather(self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _ALLGATHER) -> Work:
-        return self._start(opts, outs, self._calls.all_gather, outs[0], tensors[0])
+        return self._start(opts, outs[0], self._calls.all_gather, outs[0], tensors[0])
 
     @by_device
     def allgather_coalesced(
@@ -231,7 +231,7 @@ class MpiGroup(dist.ProcessGroup):
     @by_device
     def gather(self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _GATHER) -> Work:
         root_outs = outs[0] if self.rank() == opts.rootRank else None
-        return self._start(opts, outs, self._calls.gather, root_outs, tensors[0], opts.rootRank)
+        return self._start(opts, root_outs or [], self._calls.gather, root_outs, tensors[0], opts.rootRank)
 
     @by_device
     def scatter(self, outs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = _SCATTER) -> Work:

@@ -59,6 +59,9 @@ class Measured(Net):
         self.log_dict(self.both, on_epoch=True, on_step=False)
         self.log_dict(self.choices, on_epoch=True, on_step=False)
         self.log("of_step", loss.detach(), prog_bar=True, sync_dist=True)
+        over_epochs = {"on_epoch": True, "on_step": False, "sync_dist": True}
+        self.log("sized", loss.detach(), batch_size=len(batch[0]), **over_epochs)
+        self.log("samples", torch.tensor(float(len(batch[0]))), reduce_fx="sum", **over_epochs)
         return loss
 
 
@@ -89,6 +92,15 @@ class Plateau(Net):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+
+class OneCycle(Net):
+    """Asks for the number of steps before there is an optimiser."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Two(Net):
@@ -261,6 +273,7 @@ CASES.update(
     ),
     monitored=lambda strategy, folder: monitored(strategy(), folder),
     plateau=pattern(Plateau, max_epochs=6),
+    one_cycle=pattern(OneCycle, accumulate_grad_batches=2),
     lbfgs=pattern(Lbfgs, max_epochs=1),  # its steps enlarge differences of rounding
     synced=lambda strategy, folder: fit(made := strategy(), Normed, sync_batchnorm=made is not None),
     min_size=pattern(Two, data=partial(two, mode="min_size")),

@@ -25,6 +25,7 @@ ROWS = {  # of the page's table, and what is tried for each
     "`EarlyStopping`, `StochasticWeightAveraging`, `BackboneFinetuning`": ["stopped", "swa", "unfrozen"],
     "`ModelCheckpoint(monitor=..., save_top_k=...)`, `ckpt_path=\"best\"`": ["best"],
     "Schedules by steps and epochs, `ReduceLROnPlateau`, `LearningRateMonitor`": ["epochs", "plateau", "monitored"],
+    "`trainer.estimated_stepping_batches`, for a schedule": ["one_cycle"],
     "Manual optimisation, several optimizers": ["gan"],
     "LBFGS": ["lbfgs"],
     "`sync_batchnorm=True`": ["synced"],
@@ -41,7 +42,7 @@ ROWS = {  # of the page's table, and what is tried for each
         "fabric_drops", "fabric_batches", "fabric_streams",
     ],
 }  # fmt: skip
-TRIED = ("cycled", "measured", "predicted", "best")  # in each run of the tests; the others by --all
+TRIED = ("cycled", "measured", "predicted", "best", "one_cycle")  # in each run of the tests; the others by --all
 SAME = ("epochs", "accumulation", "clipping", "gan", "fabric")
 MORE = ("steps", "max_steps", "stops", "within", "early")
 

@@ -45,7 +45,10 @@ def compared():
     """What `alone.py` does, with allreduce, and hardsync's two workers of three ranks, evaluated each step."""
     for name, given in CASES.items():
         even = name == "by_samples"
-        yield name, figures(trained(name, 4, kind=OwnBySamples if even else Trainer, data=Tokens(even=even), **given))
+        kind = OwnBySamples if even else Trainer
+        if name == "resumed":  # from a checkpoint without the ranks' state
+            given = {**given, "resume": str(folder / "models" / "checkpoint-2")}
+        yield name, figures(trained(name, 4, kind=kind, data=Tokens(even=even), **given))
     each_step = {"eval_strategy": "steps", "eval_steps": 1}
     yield "hardsync", figures(trained("hardsync", 6, "hardsync", **CASES["accumulated"], **each_step))
 

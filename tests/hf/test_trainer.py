@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigError
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.time_limit(400)
 PRELOADED = ("torch._dynamo", "transformers.models.gpt2.modeling_gpt2")  # the trainer's pyarrow starts a thread
-EXACT = ["epochs", "accumulated", "max_steps", "by_samples"]
+EXACT = ["epochs", "accumulated", "max_steps", "by_samples", "schedule_free", "models", "resumed"]
 REFUSED = {
     "two ways of distributing": r"ConfigError: auto_find_batch_size of TrainingArguments must not be set",
     "distributed twice": r"ConfigError: optimizer must be a plain torch optimiser",

@@ -74,6 +74,11 @@ def every_operation_and_dtype():
         large = torch.full((size, 2), most).to(dtype)  # the sum is beyond the type's range, and the mean is not
         for mean in (hvd.allreduce(large), hvd.reducescatter(large)):
             require(mean.dtype == dtype and mean.unique().tolist() == [most], dtype)
+    odd = torch.tensor([[1], [2]]).repeat_interleave(size, 0) * (rank + 1)  # averages and factors are rounded once
+    thrice = [3 * each * size * (size + 1) // 2 // size for each in (1, 2)]
+    require(hvd.allreduce(odd, postscale_factor=3.0)[::size, 0].tolist() == thrice)
+    mean = hvd.reducescatter(odd, postscale_factor=3.0)
+    require(mean.tolist() == [[thrice[(2 * rank + row) // size]] for row in range(2)] and mean.dtype == torch.int64)
     require(hvd.allreduce(torch.tensor([2.0]), op=hvd.Product).item() == 2.0**size)
     found = hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
     require(found.tolist() == [2.0 * size] * 2)
@@ -96,7 +101,12 @@ def parts_of_ranks():
     sent = torch.arange(float(size * (size + 1) // 2))
     splits = torch.arange(1, size + 1)
     found, received = hvd.alltoall(sent, splits)
-    require(received.tolist() == [rank + 1] * size and len(found) == size * (rank + 1))
+    require(
+        received.tolist() == [rank + 1] * size and len(found) == size * (rank + 1) and received.dtype == splits.dtype
+    )
+    found, received = hvd.synchronize(hvd.alltoall_async(torch.full((2 * size,), float(rank))))  # also without splits
+    require(found.tolist() == [float(r) for r in range(size) for _ in range(2)] and received.tolist() == [2] * size)
+    require(received.dtype == torch.int32)
     found = hvd.reducescatter(torch.ones(size + 1, 2), op=hvd.Sum)
     require(found.shape == (2 if rank == 0 else 1, 2) and found.unique().tolist() == [size])
 
@@ -106,6 +116,9 @@ def gradients_flow():
     own = torch.ones(3, requires_grad=True)
     hvd.allreduce(own, op=hvd.Sum).sum().backward()
     require(own.grad.tolist() == [size] * 3)
+    for op in (hvd.Max, hvd.Min, hvd.Product, hvd.Adasum):  # the same call on gradients would give wrong ones
+        result = hvd.allreduce(torch.full((2,), 1.0 + rank, requires_grad=True), op=op)
+        raises(ValueError, "op of tensors with gradients must be Average or Sum", result.sum().backward)
     own = torch.ones(2, requires_grad=True)
     hvd.broadcast(own, 0).sum().backward()
     require(own.grad.tolist() == ([1.0] * 2 if rank == 0 else [0.0] * 2), own.grad)

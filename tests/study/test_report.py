@@ -98,6 +98,16 @@ def test_servers_and_ranks_that_diverge_have_their_place_in_curves(tmp_path):
     assert run.curves.times["waiting"].tolist() == pytest.approx([2.4, 0.0, 0.0]) and run.run.batch is None
 
 
+def test_bytes_of_a_rank_that_is_there_for_a_part_of_the_run_only_are_of_that_part(tmp_path):
+    """It died, or the run continued on fewer ranks."""
+    evidence.write_run(tmp_path / "a", ranks=2)
+    with RecordWriter(record_path(tmp_path / "a", 2)) as worker:
+        for step in range(1, 7):
+            worker.write(StepRecord(step, samples=10, loss=1.0, bytes_fetched=500))
+    (run,) = only_job(tmp_path).runs
+    assert run.curves.evaluations["bytes"].tolist() == [6000 + 1500, 12000 + 3000, 18000 + 3000, 24000 + 3000]
+
+
 def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):
     for seed in (0, 1):
         evidence.write_run(tmp_path / f"a{seed}", seed=seed)

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -313,6 +313,9 @@ def sparse_gradients():
     own = torch.sparse_coo_tensor(torch.tensor([[rank, rank + 1]]), torch.ones(2), (size + 1,))
     dist.all_reduce(own)
     require(own.to_dense().tolist() == [1, *[2] * (size - 1), 1])
+    dist.all_reduce(own.clone(), async_op=True)
+    dist.barrier()
+    require(RELEASED[-1].result() == [])  # of the work that nobody holds
     group, dense, calls = dist.group.WORLD, torch.ones(2), dist.group.WORLD._get_sequence_number_for_group()
     works = [dist.all_reduce(one, async_op=True) for one in (dense, own, dense)]
     for work in reversed(works):
@@ -401,6 +404,60 @@ def messages():
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     require(found.tolist() == [float((rank - 1) % size)] * 5)
+
+
+@feature
+def messages_that_nobody_waits_for_arrive():
+    for number in range(8):  # the tensors have no other reference
+        dist.isend(torch.full((100, 300), float(number)).t(), (rank + 1) % size, tag=number % 2)
+        dist.irecv(torch.zeros(30_000), (rank - 1) % size, tag=2)
+    others, found = [torch.zeros(30_000) for _ in range(40)], torch.empty(300, 100)
+    for number in (0, 2, 4, 6, 1, 3, 5, 7):
+        dist.recv(found, (rank - 1) % size, tag=number % 2)
+        require(found.unique().tolist() == [float(number)], number)
+    for _ in range(8):
+        dist.send(torch.ones(30_000), (rank + 1) % size, tag=2)
+    dist.barrier()
+    dist.isend(found, (rank + 1) % size, tag=3)
+    dist.recv(found, (rank - 1) % size, tag=3)
+    require(not any(each.any() for each in others) and len(dist.group.WORLD.comm.calls.abandoned) <= 1)
+
+
+@feature
+def memory_can_be_resized_after_calls():
+    group = dist.group.WORLD
+    for dtype, n in itertools.product((torch.float32, torch.bfloat16, torch.int64, torch.bool), (4, 4000)):
+        own, whole = torch.ones(n, dtype=dtype), torch.ones(n * size, dtype=dtype)
+        for call in (
+            lambda: dist.all_reduce(own, dist.ReduceOp.MAX), lambda: dist.broadcast(own, 0),
+            lambda: group._allgather_base(whole, own).wait(), lambda: group._reduce_scatter_base(own, whole).wait(),
+            lambda: dist.all_to_all_single(whole, whole.clone()), lambda: dist.all_reduce(own),
+        ):  # fmt: skip
+            call(), call()
+            for tensor in (own, whole):
+                tensor.untyped_storage().resize_(0)
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+                tensor.fill_(1)
+
+
+@feature
+def fsdp1_in_mixed_precision():
+    half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    net = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), mixed_precision=half)
+    train(net, sgd(net.parameters()), inputs[mine], targets[mine])
+    with FullyShardedDataParallel.summon_full_params(net):
+        same(net.parameters(), alone(), 2e-2)
+
+
+@feature
+def results_of_works_are_lists_of_tensors():
+    own, parts = torch.ones(2), [torch.empty(2) for _ in range(size)]
+    for work, count in (
+        (dist.all_reduce(own, async_op=True), 1), (dist.all_gather(parts, own, async_op=True), size),
+        (dist.gather(own, None if rank else parts, async_op=True), 0 if rank else size),
+        (dist.all_to_all(parts, parts, async_op=True), size),
+    ):  # fmt: skip
+        require(len(work.get_future().wait()) == count and all(torch.is_tensor(each) for each in work.result()))
 
 
 @feature

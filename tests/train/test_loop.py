@@ -126,6 +126,24 @@ def test_records_have_all_replies_of_servers(tmp_path, name, every):
     assert steps * n_bytes <= sent < (steps + 1) * (n_bytes + 100), "parameters for each step, and headers"
 
 
+@pytest.mark.parametrize(
+    ("name", "option"), [("local_sgd", "overlap=true"), ("diloco", "overlap=true"), ("strom", None)]
+)
+def test_records_have_what_is_sent_while_the_run_pauses(tmp_path, name, option):
+    """An average in flight is completed before a checkpoint, which is here written after each step."""
+    options = [f"strategy={name}", "epochs=2", *SUITED.get(name, ())]
+    options += [f"strategy.{option}", "strategy.period=3"] if option else []
+
+    def sent(every):
+        folder = tmp_path / str(every)
+        saving = f"checkpoint.every_steps={every}"
+        run_virtual(lambda comm: tiny.run(comm, folder, *options, saving)[0], 4, compute=Constant(0.01))
+        return [sum(record.bytes_sent for record in of_rank) for of_rank in read_records(folder / "run").values()]
+
+    whole = sent(0)
+    assert whole == sent(1) and min(whole) > 0
+
+
 def _interrupt(comm, folder, step, *overrides) -> None:
     """Ends a run as if the job had been cancelled, once the checkpoint of `step` is written."""
     with tiny.training(comm, folder, *overrides) as trainer:

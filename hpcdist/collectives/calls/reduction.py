@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.chunks import slices
+from hpcdist.comm.slots import array_of
 from hpcdist.comm.transfer import SIGNED, WIDE
 from hpcdist.errors import ConfigError, UnknownNameError
 
@@ -55,12 +56,15 @@ def reduction(operation: str, dtype: torch.dtype) -> Reduce:
     if dtype in WIDE:
         return _widened(operation, WIDE[dtype])
     if dtype in SIGNED and operation in _ORDERED:
-        return _by_numpy(_FUNCTIONS[operation])
+        chained: Callable[..., None] = _chained(_FUNCTIONS[operation])  # works on arrays, too
+        return lambda addends, out: chained([array_of(each) for each in addends], array_of(out))
     function = (_ARITHMETIC | _ORDERED | _BITWISE)[operation]
     combined = _chained(function)
     if operation == "mean":
         return _divided(combined)
-    return _viewed(combined, SIGNED[dtype]) if dtype in SIGNED else combined
+    if signed := SIGNED.get(dtype):
+        return lambda addends, out: combined([each.view(signed) for each in addends], out.view(signed))
+    return combined
 
 
 def array_reduction(
@@ -123,13 +127,6 @@ def _divided(reduce: Reduce) -> Reduce:
     return mean
 
 
-def _viewed(reduce: Reduce, dtype: torch.dtype) -> Reduce:
-    def viewed(addends: Sequence[Tensor], out: Tensor) -> None:
-        reduce([addend.view(dtype) for addend in addends], out.view(dtype))
-
-    return viewed
-
-
 def _widened(operation: str, wide: torch.dtype) -> Reduce:
     """Combine in a wider dtype, in chunks, and round once."""
     reduce = reduction(operation, wide)
@@ -141,12 +138,3 @@ def _widened(operation: str, wide: torch.dtype) -> Reduce:
             out[part].copy_(total)
 
     return widened
-
-
-def _by_numpy(function: np.ufunc) -> Reduce:
-    combine: Callable[..., None] = _chained(function)  # works on arrays, too
-
-    def reduce(addends: Sequence[Tensor], out: Tensor) -> None:
-        combine([addend.numpy() for addend in addends], out.numpy())
-
-    return reduce

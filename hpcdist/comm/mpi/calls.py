@@ -113,6 +113,7 @@ class Calls:
         self.count = 0  # collective calls started; ranks in step have equal counts
         self.inside = 0  # nesting depth of collective calls that consist of messages
         self.sending = 0  # sends in flight
+        self.abandoned: list[Any] = []  # requests in flight that the caller has dropped
         self._memory = threading.Lock()  # held while another thread reads memory that this rank waits on
 
     def __enter__(self) -> None:

@@ -111,6 +111,12 @@ class MpiRequest(Request):
         self._host, self._device = host, device
         self._sends = what == SENDING
         calls.sending += self._sends
+        calls.abandoned = [each for each in calls.abandoned if not each.done()]
+
+    def __del__(self) -> None:
+        """Keep an abandoned transfer, whose memory MPI still uses; later transfers drop it once it is complete."""
+        if self._request:
+            self._calls.abandoned.append(self)
 
     def done(self) -> bool:
         if self._calls.attempt(self._what, self._peer, self._request.Test):

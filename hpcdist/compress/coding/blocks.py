@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ class Blocks(NamedTuple):
         return np.bincount(block, minlength=down * across).reshape(down, across)
 
 
+@cache
 def _side(length: int, limit: int) -> int:
     """Return the largest divisor of `length` up to `limit`."""
     return max((d for low in range(1, math.isqrt(max(1, length)) + 1) if length % low == 0

@@ -60,6 +60,8 @@ def period(
         rules.refuse("several optimisers share a loop", strategy, count=len(strategies))
     if not strategies[0].is_worker:
         serve_jointly([(optimizer.strategy, optimizer.attachment.local_step) for optimizer in optimizers])
+        for strategy in strategies:
+            strategy.records.keep()
         return
     pauses = pauses_when_left
     for optimizer in optimizers:
@@ -79,6 +81,7 @@ def period(
             optimizer.attachment.pending = bool(strategy.model.gradients.weights)
         for optimizer in optimizers if pauses else ():
             optimizer.strategy.pause()
+            optimizer.strategy.records.keep()
             optimizer.attachment.snapshot = None  # until the next epoch the loop may change parameters
 
 

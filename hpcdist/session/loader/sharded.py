@@ -107,7 +107,7 @@ class ShardedLoader(AroundLoader):
 
     Attributes:
         weight: of the last batch: its samples divided by the workers' mean number; 0 for a padding batch.
-        workers: the ranks that get batches.
+        workers: the ranks that get batches; `known_workers`: of the last epoch, for `len` without an optimiser.
         next_epoch: the epoch, from 0, of the next iteration. After `hpcdist.load` the unfinished epoch, or the one
             after a finished one.
         batches: the indices of the samples in each batch of this rank in this epoch, if they are known.
@@ -126,7 +126,7 @@ class ShardedLoader(AroundLoader):
         self._weight = 1.0
         # Ranks' loaders were compared; the counting of samples was logged; a call inside a step was warned of.
         self._compared = self._counted = self._shares = False
-        self._workers: tuple[int, ...] = ()  # of the last epoch; `len` needs it after training has ended
+        self.known_workers: tuple[int, ...] = ()
         if split and not self._iterable:
             self._order = sample_order(loader, seed)
             self.batches: list[Any] = []  # the DataLoader keeps the list
@@ -137,9 +137,10 @@ class ShardedLoader(AroundLoader):
                 kept["batch_sampler"] = self.batches
             self._sharded = DataLoader(loader.dataset, **kept)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration."""
-        self._epoch, self._start = epoch - 1, 0
+    def set_epoch(self, epoch: int, steps: int = 0) -> None:
+        """Set the epoch of the next iteration, which begins after this number of its steps."""
+        self._epoch = epoch - 1
+        self._start = steps * len(self._replicas()) * (self._order.batch_size or 1) if steps else 0
 
     @property
     def next_epoch(self) -> int:
@@ -149,9 +150,9 @@ class ShardedLoader(AroundLoader):
         """Return the number of steps in an epoch, the same on all ranks, server ranks included."""
         if not self._split or self._iterable:
             return len(self._loader)
-        if not (self._workers and not self._active_optimizers()):  # else training has ended
-            self._workers = self._replicas()
-        return self._steps(self._order.plan(len(self._workers)))
+        if not (self.known_workers and not self._active_optimizers()):  # else training has ended, or not begun
+            self.known_workers = self._replicas()
+        return self._steps(self._order.plan(len(self.known_workers)))
 
     def __iter__(self) -> Iterator[Any]:
         bn_model = _update_bn_model()
@@ -207,7 +208,7 @@ class ShardedLoader(AroundLoader):
     def _train(self) -> Iterator[Any]:
         """Iterate over an epoch's training batches; on a server rank, serve."""
         session, optimizers, workers = current(), self._optimizers(), self._replicas()
-        self._workers = workers
+        self.known_workers = workers
         self._start_epoch()
         if session.loader is None:  # else inside another loader's loop, which determines the steps
             for optimizer in optimizers:

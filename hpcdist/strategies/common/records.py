@@ -64,13 +64,22 @@ class Recorder:
         self._comm = comm
         self.channels = [comm]
         self._last = comm.now(), Traffic(), self._exchanged()
+        self._kept = Traffic()  # of which no record is written yet, in bytes and messages
+        self._in_flight: Traffic | None = None  # from `keep` to `start`: that of calls at `keep`
 
-    def traffic(self) -> Traffic:
-        """Return the strategy's total traffic on this rank so far."""
-        return sum((channel.trace.traffic for channel in self.channels), Traffic())
+    def traffic(self, first: int = 0) -> Traffic:
+        """Return the strategy's total traffic on this rank so far, on the channels from `first` on."""
+        return sum((channel.trace.traffic for channel in self.channels[first:]), Traffic())
+
+    def keep(self) -> None:
+        """Let the next record include what was sent since the last one, and what calls in flight send until `start`."""
+        self._kept += self.traffic() - self._last[1]
+        self._last, self._in_flight = (self._last[0], self.traffic(), self._last[2]), self.traffic(1)
 
     def start(self) -> None:
         """Start the next record now, so that it excludes the time and traffic of setup, evaluation or checkpoints."""
+        if self._in_flight is not None:
+            self._kept, self._in_flight = self._kept + (self.traffic(1) - self._in_flight), None
         self._last = self._comm.now(), self.traffic(), self._exchanged()
 
     def record(self, step: int, outcome: Outcome) -> StepRecord:
@@ -78,7 +87,8 @@ class Recorder:
         since, before, exchanged = self._last
         self.start()
         passed_s, inside = self._last[0] - since, self._last[2] - exchanged
-        spent = self._last[1] - before + inside
+        kept, self._kept = replace(self._kept, communicating_s=0.0, waiting_s=0.0), Traffic()
+        spent = self._last[1] - before + inside + kept
         if events := self.events():
             outcome = replace(outcome, event="; ".join([*filter(None, [outcome.event]), *events]))
         spent_s = spent.communicating_s + spent.waiting_s

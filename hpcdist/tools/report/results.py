@@ -395,23 +395,23 @@ def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: boo
 
 def _curves(run: Run) -> RunCurves:
     """Compute the curves and times of a run from the records of its steps."""
-    steps = Steps(run.folder)
-    steps.read()
-    records = {name: column.to_numpy() for name, column in steps.frame.items()}  # pandas' sums are far slower
+    recorded = Steps(run.folder)
+    recorded.read()
+    records = {name: column.to_numpy() for name, column in recorded.frame.items()}  # pandas' sums are far slower
     ranks, rank_index = np.unique(records["rank"], return_inverse=True)  # the index: of each row's rank in `ranks`
     of_workers = np.isin(records["rank"], records["rank"][records["samples"] > 0])
     last_step = records["step"][of_workers].max(initial=0)
     sent = records["bytes_sent"] + records["bytes_fetched"]
-    sent_by_rank = [np.concatenate([[0], sent[rank_index == i].cumsum()]) for i in range(len(ranks))]
+    by_rank = [rank_index == i for i in range(len(ranks))]
+    sent_by_rank = [np.concatenate([[0], sent[own].cumsum()]) for own in by_rank]
+    # A server's steps are others: its progress is taken as proportional to the workers'.
+    of_servers = [np.linspace(0, last_step, len(of_rank))[1:] - 1e-6 for of_rank in sent_by_rank]
+    steps = [records["step"][own] if of_workers[own].any() else even for own, even in zip(by_rank, of_servers)]
 
     def bytes_at(step: np.ndarray) -> np.ndarray:
-        """Return the bytes that all ranks had sent and fetched by a step of the workers; NaN without records.
-
-        Server ranks count other steps: their progress is taken as proportional to the workers'.
-        """
-        part = np.minimum(1.0, step / last_step) if last_step else np.zeros(len(step))
-        by_rank = [of_rank[np.round(part * (len(of_rank) - 1)).astype(int)] for of_rank in sent_by_rank]
-        return np.sum(by_rank, axis=0, dtype=float) if last_step else np.full(len(step), math.nan)
+        """Return the bytes that all ranks had sent and fetched by a step of the workers; NaN without records."""
+        parts = [of_rank[np.searchsorted(own, step, "right")] for own, of_rank in zip(steps, sent_by_rank)]
+        return np.sum(parts, axis=0, dtype=float) if last_step else np.full(len(step), math.nan)
 
     times = {part: np.bincount(rank_index, records[f"{part}_s"], len(ranks)) for part in PARTS}
     return RunCurves(

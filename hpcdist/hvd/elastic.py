@@ -26,8 +26,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a training function whose first argument is a `State`: it is called again if ranks have failed.
 
     If a call fails because of a failed rank, the others restore the last commit and form a new group of ranks; if the
-    function raises `HostsUpdatedInterrupt`, they keep their state. Then all load rank 0's state, and call the function
-    again.
+    function raises `HostsUpdatedInterrupt`, they keep their state. Then all load rank 0's state and call it again.
 
     Raises:
         HorovodInternalError: a call has failed although no rank has: it would fail again.

@@ -45,9 +45,8 @@ class Gradients:
     multiplied by the weight as they arrive, before autograd adds them to earlier ones.
 
     A bucket is announced when all its gradients have arrived, on autograd's thread, with the stream that the last one
-    was written on. It waits for incomplete buckets before it, because collectives need the same order on every rank,
-    and gradients may arrive in any order. Gradients of several devices arrive on several threads, hence the lock.
-    A position is a parameter's index in `FlatModel.slots`; a pass is a backward pass.
+    was written on. It waits for incomplete buckets before it, because collectives need the same order on every rank.
+    The lock is for several devices' threads. A position is an index in `FlatModel.slots`; a pass is a backward pass.
 
     Attributes:
         buckets: in the order in which a backward pass from the last to the first parameter completes them.

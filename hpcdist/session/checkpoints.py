@@ -52,8 +52,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, background
 
     A DistributedOptimizer is saved with its model and its strategy's state. Other objects (schedules, GradScalers,
     other modules, sharded loaders) are saved by their `state_dict()`, plain values as they are. The random generators
-    of Python, NumPy and torch are saved too. Every rank writes its files; the checkpoint becomes visible when it is
-    complete.
+    of Python, NumPy and torch are saved too. Every rank writes files; a checkpoint is visible when it is complete.
 
     Example:
         >>> distributed = hd.DistributedOptimizer(sgd, model)

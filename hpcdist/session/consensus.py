@@ -25,8 +25,7 @@ def consensus(model: nn.Module) -> Iterator[nn.Module]:
     """Collective. Set `model`, inside the context, to the consensus of all ranks; restore its parameters afterwards.
 
     Evaluate and export the model inside it. The consensus is the model that all ranks have trained: the servers'
-    parameters, or without servers the mean of all ranks' parameters. Buffers, such as batch norm's statistics, are the
-    mean of the workers'.
+    parameters, or without servers the mean of all ranks' parameters. Batch norm's statistics are the workers' mean.
 
     Example:
         >>> optimizer = hd.DistributedOptimizer(sgd, model, strategy="local_sgd")

@@ -1,8 +1,7 @@
 """Stop training early, on all ranks after the same step: on a signal, or before a time limit.
 
 A cluster announces a job's end by a signal, or by a time limit that is known from the start. A signal may reach only
-one rank, or reach ranks in different steps. Therefore the ranks exchange signals every few steps. Server ranks learn of
-the decision after the loop.
+one rank, or ranks in different steps, so ranks exchange signals every few steps; servers learn of it after the loop.
 """
 
 from __future__ import annotations

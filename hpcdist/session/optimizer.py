@@ -55,7 +55,7 @@ class Attachment:
     local_state_dict: Callable[[], dict[str, Any]]  # `state_dict` of the plain optimiser
     workers: Communicator  # the ranks that take steps
     peers: Communicator  # the workers with this rank's stage of the model; all workers where each has a whole model
-    counts: list[int]  # number of parameters in each group
+    held: list[list[int]]  # ids of each group's parameters
     detects_changes: bool  # the loop must not change parameters between steps: the strategy replaces or sends them
     end_guard: Callable[[], None]  # lets the model run inside DistributedDataParallel again
     record: StepRecord | None = None  # of the last step
@@ -64,6 +64,8 @@ class Attachment:
     modes: int = 0  # of the steps since the last sync point: bit 1 for training mode, bit 0 for evaluation mode
     others: Sequence[str] = ()  # modules whose mode differed from the model's in the first of these steps
     sets_weights: bool = False  # the loop calls `set_batch_weight`
+    uneven: bool = False  # some batch of a loader had another weight than 1, which the strategy applies
+    pending: bool = False  # the loop over the loader has ended before the step with its last gradients
     running: bool = False  # a method of the plain optimiser is running
     write: Callable[[StepRecord], None] | None = None  # writes the step's record, where the loop writes a run's files
     compute: Callable[[], object] | None = None  # advances the clock by the time of a step, on virtual ranks
@@ -150,8 +152,14 @@ class _Distributed:
             attachment.compute()
         if strategy.model.is_swapped:
             raise rules.error("a step is taken in an evaluation")
-        if attachment.counts != [len(group["params"]) for group in self.param_groups]:  # type: ignore[attr-defined]
+        if attachment.held != [[*map(id, group["params"])] for group in self.param_groups]:  # type: ignore[attr-defined]
             raise rules.error("parameters are put into a group by hand")
+        if attachment.uneven and current().loader is None and not attachment.pending:
+            warnings.warn(
+                "Steps outside of the loop over hpcdist.shard's loader weight batches equally, kept ones too (a list, "
+                "itertools.cycle). Iterate over the loader, or call optimizer.set_batch_weight(n).", stacklevel=4,
+            )  # fmt: skip
+        attachment.pending = False
         if attachment.snapshot is not None and strategy.model.changes() != attachment.snapshot:
             strategy.model.refresh()  # raises first if a tensor was replaced and can't be restored
             raise rules.error("parameters are changed between steps", strategy)
@@ -193,7 +201,7 @@ class _Distributed:
             raise rules.error(_MICRO_BATCHES, found="optimizer.set_batch_weight()")
         peers = self.attachment.peers
         if contract.weights_batches:
-            self.attachment.sets_weights = True
+            self.attachment.sets_weights, self.attachment.uneven = True, False
         if contract.weights_batches and contract.synchronous:
             model.gradients.set_batch_weight(n, lambda n: relative_weight(gather_counts(peers, n)[0], peers.rank))
         elif contract.weights_batches:
@@ -256,7 +264,7 @@ class _Distributed:
         optimizer: Any = self  # this class is mixed into that of an optimiser
         super().add_param_group({**param_group, "params": params})  # type: ignore[misc]
         self.strategy.hyperparameters = Hyperparameters(optimizer)
-        self.attachment.counts = [len(group["params"]) for group in optimizer.param_groups]
+        self.attachment.held = [[*map(id, group["params"])] for group in optimizer.param_groups]
 
 
 class _ClosureEvaluating(_Distributed):
@@ -397,14 +405,14 @@ def DistributedOptimizer(
     instance.gradients.checksums = [] if peers.size > 1 and identical_batches == "warn" else None
     flat.gradients.watch()
     flat.take_snapshot()
-    counts = [len(group["params"]) for group in optimizer.param_groups]
     mixin = _ClosureEvaluating if evaluates_closure or cls.contract.batch == "portions" else _Distributed
     distributed: Any = optimizer  # gets a class created here, unknown to type checkers
     distributed.__class__ = type(local_class.__name__, (mixin, local_class), guarded_methods(local_class, _Methods))
     local_state_dict = local_class.state_dict.__get__(optimizer)
     detects = rules.forbids("parameters are changed between steps", instance)
     guard = arguments.guard_against_ddp(model)
-    distributed.attachment = Attachment(instance, local_step, local_state_dict, workers, peers, counts, detects, guard)
+    held = [[*map(id, group["params"])] for group in optimizer.param_groups]
+    distributed.attachment = Attachment(instance, local_step, local_state_dict, workers, peers, held, detects, guard)
     distributed._opt_called = True  # ... and warn if they step before the optimiser; on a server rank it never steps
     session.optimizers.append(optimizer)
     session.serves, session.workers = session.serves or not instance.is_worker, worker_ranks

@@ -188,15 +188,13 @@ def device_mesh(
         >>> fully_shard(model, mesh=mesh)  # doctest: +SKIP
 
     Args:
-        sizes: of the mesh, such as (4,) or (2, 2). Their product is the number of ranks of a replica; it must divide
-            the number of all ranks.
+        sizes: of the mesh, such as (4,) or (2, 2). Their product, a replica's number of ranks, must divide that of all.
         names: of the dimensions.
         device_type: cpu (hpcdist), or cuda (NCCL; each rank has set its GPU by torch.cuda.set_device).
         spread: allow a replica's ranks to be on several nodes.
 
     Raises:
-        ConfigError: the number of ranks does not fit the sizes, or ranks are virtual; or the program has started
-            torch.distributed.
+        ConfigError: the number of ranks does not fit the sizes; ranks are virtual; torch.distributed was started.
         MismatchError: ranks differ in the arguments.
     """
     from hpcdist.parallel.shards import make_mesh

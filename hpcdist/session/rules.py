@@ -216,7 +216,7 @@ RULES = {
         lambda contract: contract.updates == "on servers",
     ),
     "parameters are put into a group by hand": _always(
-        "param_groups must keep the parameters of the creation of DistributedOptimizer; got more or fewer. Add "
+        "param_groups must keep their parameters from the creation of DistributedOptimizer; got others. Add "
         "parameters by optimizer.add_param_group, which checks whether they can be added."
     ),
     "the optimiser's state is loaded within an epoch": Rule(

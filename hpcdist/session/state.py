@@ -173,9 +173,8 @@ def capture(optimizer: Any) -> dict[str, Any]:
 def capture_strategy(strategy: Strategy) -> dict[str, Any]:
     """Return this rank's state without the local optimiser's, by the names in checkpoints, which `restore` reads.
 
-    params, frozen, buffers: this rank's copies. masters: its part in the consensus of parameters, see
-    `State.parameters`, for loading on other ranks. works: it is a worker. about: its role in the strategy, and names
-    that slices lack.
+    params, frozen, buffers: this rank's copies. masters: its part in the consensus, see `State.parameters`, for loading
+    on other ranks. works: it is a worker. about: its role in the strategy, and names that slices lack.
     """
     model = strategy.model
     model.refresh()

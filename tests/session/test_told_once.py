@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -278,3 +280,29 @@ def test_the_kinds_that_buffers_have_by_themselves():
     }  # fmt: skip
     scripted = FlatModel(torch.jit.script(nn.Sequential(nn.BatchNorm1d(3)))).flat_buffers
     assert sorted(scripted.kinds) == ["count", "mean"]
+
+
+# --- batches that a loop keeps ----------------------------------------------------------------------------------------
+def _on_kept_batches(samples, kept, set_batch_weight=False):
+    def body(comm):
+        _, optimizer = _linear(comm)
+        for x in kept(hd.shard(DataLoader(X[:samples], batch_size=4))):
+            if set_batch_weight:
+                optimizer.set_batch_weight(len(x))
+            optimizer.zero_grad()
+            optimizer.strategy.model.module(x).square().mean().backward()
+            optimizer.step()
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run_virtual(body, 2)
+    return [str(each.message) for each in found if "kept ones too" in str(each.message)]
+
+
+def test_steps_on_batches_of_other_sizes_that_the_loop_has_kept_are_warned_of():
+    cycled = lambda loader: itertools.islice(itertools.cycle(loader), 6)  # noqa: E731
+    assert _on_kept_batches(20, cycled)
+    assert _on_kept_batches(20, list)
+    assert not _on_kept_batches(24, cycled)  # all batches are as large
+    assert not _on_kept_batches(20, iter)
+    assert not _on_kept_batches(20, cycled, set_batch_weight=True)

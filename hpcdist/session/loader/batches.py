@@ -69,8 +69,7 @@ def _digests(group: Communicator, batch: Any) -> list[str]:
 def count_samples(batch: Any) -> tuple[int, int]:
     """Return the number of samples in a batch, and a code that shows whether the number is certain.
 
-    Batches of graphs, tensordicts and PackedSequences report their size. Otherwise it is the length of the first
-    tensor.
+    Batches of graphs, tensordicts and PackedSequences report their size; else it is the length of the first tensor.
 
     Returns:
         The number of samples; and a checksum of the first tensor's other dimensions: if it differs between ranks, the

@@ -69,14 +69,16 @@ def period(
         optimizer.attachment.take_snapshot()
     try:
         for batch, weight, ends_epoch, _ in batches:
-            for strategy in strategies:
+            for optimizer, strategy in zip(optimizers, strategies, strict=True):
                 strategy.model.gradients.start_batch(weight, ends_epoch=ends_epoch)
+                optimizer.attachment.uneven |= weight != 1.0 and strategy.contract.weights_batches
             with strategies[0].comm.trace.span(f"step {strategies[0].steps + 1}", "step"):
                 yield batch
         pauses = True
     finally:
-        for strategy in strategies:
+        for optimizer, strategy in zip(optimizers, strategies, strict=True):
             strategy.model.gradients.start_batch(None)
+            optimizer.attachment.pending = bool(strategy.model.gradients.weights)
         for optimizer in optimizers if pauses else ():
             optimizer.strategy.pause()
             optimizer.strategy.records.keep()

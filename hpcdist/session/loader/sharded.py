@@ -80,15 +80,13 @@ def shard(
             a fixed part of the samples, with unequal label frequencies (non-IID data), from `seed`, `alpha` and the
             number of workers; see `hpcdist.data.labels.dirichlet`.
         alpha: of the Dirichlet distribution: with 0.1 a worker has few labels, with 100 all workers are similar.
-        labels: with "dirichlet", integer labels of the samples; None: the data set's `targets`, `labels` or last
-            tensor.
+        labels: with "dirichlet", integer labels of samples; None: the data set's `targets`, `labels` or last tensor.
         optimizers: the distributed optimisers that the loop steps; None: all.
 
     Raises:
         ConfigError: the loader is not a torch DataLoader, or its sampler splits samples for another library. While
             iterating: the loop would let ranks diverge, or report metrics of one rank only.
-        MismatchError: at an epoch's first batch, workers' loaders have different samples, or ranks of a replica have
-            read different ones.
+        MismatchError: at an epoch's first batch, workers' loaders, or batches in a replica, have different samples.
     """
     if isinstance(loader, ShardedLoader):
         raise rules.error("a loader is sharded twice")

@@ -213,6 +213,15 @@ def parameters_put_into_a_group_by_hand(run, model, optimizer):
     train(run, lambda x: model(x) + shift, optimizer, run.loader(), 1)
 
 
+@training(
+    make=lambda model: SGD(model[0].parameters(), lr=0.1), exact=False, breaks="parameters are put into a group by hand"
+)
+def another_part_of_the_model_put_into_the_group(run, model, optimizer):
+    """Of as many parameters, as blocks that are trained by turns."""
+    optimizer.param_groups[0]["params"] = [*model[2].parameters()]
+    train(run, model, optimizer, run.loader(), 1)
+
+
 def _frozen():
     model = net()
     model[0].requires_grad_(False)

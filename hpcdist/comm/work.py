@@ -74,11 +74,11 @@ class Work(_Base):
 
         return cls(tensors, lambda: all(work.is_completed() for work in works), block)
 
-    def __del__(self, keep: Callable[[Work], None] = RELEASED.append) -> None:
+    def __del__(self, keep: Any = RELEASED.append, kind: Any = torch.Tensor, most: int = KEPT_BYTES) -> None:
         """Keep a queued work alive for C++ (see `RELEASED`), without its tensors if these are large."""
         if self._queued:
             results = self.tensors if isinstance(self.tensors, (list, tuple)) else [self.tensors]
-            if not all(torch.is_tensor(x) and not x.is_sparse and x.nbytes <= KEPT_BYTES for x in results):
+            if not all(isinstance(x, kind) and not x.is_sparse and x.nbytes <= most for x in results):
                 self.tensors = []
             keep(self)
 

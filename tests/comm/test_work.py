@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from hpcdist.comm.work import CallQueue, Work
+from hpcdist.comm.work import RELEASED, CallQueue, Work
 from hpcdist.errors import CommunicationError, ConfigError, DeadlineError
 
 SHORT = timedelta(seconds=0.01)
@@ -108,3 +108,12 @@ def test_a_work_of_what_polls_and_what_blocks_ends_once():
     assert failed.is_completed()
     with pytest.raises(ZeroDivisionError):
         failed.synchronize()
+
+
+def test_a_work_may_end_after_the_modules_that_it_uses(monkeypatch):
+    """As at the end of Python, which sets their globals to None, while C++ still holds the work."""
+    monkeypatch.setattr("hpcdist.comm.work.torch", None)
+    monkeypatch.setattr("hpcdist.comm.work.KEPT_BYTES", None)
+    for tensors, kept in (([torch.ones(3)], 1), ([torch.ones(5000)], 0), ([torch.eye(2).to_sparse()], 0)):
+        Work(tensors, queued=True).__del__()
+        assert len(RELEASED.pop().tensors) == kept

@@ -62,15 +62,14 @@ class _AllreducesGradients:
         self._remaining = dict.fromkeys(self._remaining, passes)
 
     def _arrived(self, param: Tensor) -> None:
-        """Hook of a gradient: start its allreduce in the last pass of a step; `synchronize`, if later hooks follow."""
-        if self._remaining[param] == 0:
+        """Hook of a gradient: start its allreduce in the last of `backward_passes_per_step` passes."""
+        if param in self._started:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
             )
         self._remaining[param] -= 1
-        hooks: Any = param._post_accumulate_grad_hooks
-        if self._remaining[param] == 0 and next(reversed(hooks.values())) == self._arrived:
+        if self._remaining[param] == 0:
             self._start(param)
 
     def _start(self, param: Tensor) -> None:

@@ -213,25 +213,6 @@ def optimizers():
 
 
 @feature
-def hooks_that_are_registered_later():
-    """They change a gradient before it is sent, not while another thread sends it."""
-
-    def double(p):
-        p.grad.mul_(2)
-
-    net, alone = network(), network()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    for p in net.parameters():
-        p.register_post_accumulate_grad_hook(double)
-    F.mse_loss(net(inputs[mine]), targets[mine]).backward()
-    require(not optimizer._started, "a gradient is sent while its hooks run")
-    optimizer.synchronize()
-    F.mse_loss(alone(inputs), targets).backward()
-    for p, other in zip(net.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, 2 * other.grad, rtol=1e-5, atol=1e-6)
-
-
-@feature
 def a_schedule_a_scaler_clipping_and_a_checkpoint():
     def loop(net, optimizer, x, y, synchronize, ahead):
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)

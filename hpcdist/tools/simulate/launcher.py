@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpcdist.comm.virtual import Straggler, run_virtual
+from hpcdist.comm.virtual import ComputeModel, SlowSteps, Straggler, run_virtual
 from hpcdist.config.files import load_function
 from hpcdist.config.merge import load
 from hpcdist.errors import HpcdistError, RunError
@@ -73,10 +73,7 @@ class Simulation:
         """
         cluster = ClusterConfig.from_mapping(load(self.cluster.model_dump(), None, run.cluster), "cluster")
         step_samples = self._samples(run) if script is None else 0
-        compute = cluster.steps(lambda given_s: self._step_s(given_s, step_samples))
-        if isinstance(compute, Straggler) and compute.rank >= run.ranks:  # a serial control on fewer ranks
-            compute = compute.base
-
+        compute = _among(cluster.steps(lambda given_s: self._step_s(given_s, step_samples)), run.ranks)
         resume = (folder / "checkpoints").exists()
 
         def body(comm: Any) -> Any:
@@ -101,6 +98,14 @@ class Simulation:
             return given_s * samples / self.samples if self.samples else given_s
         nearest = min(self.step_s, key=lambda size: abs(size - samples))
         return self.step_s[nearest] * samples / nearest
+
+
+def _among(model: ComputeModel, ranks: int) -> ComputeModel:
+    """Return a compute model without the stragglers that a serial control, on fewer ranks, does not have."""
+    if not isinstance(model, (Straggler, SlowSteps)):
+        return model
+    base = _among(model.base, ranks)
+    return base if isinstance(model, Straggler) and model.rank >= ranks else replace(model, base=base)
 
 
 class VirtualLauncher(AbstractContextManager["VirtualLauncher"]):

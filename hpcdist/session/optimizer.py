@@ -64,7 +64,9 @@ class Attachment:
     modes: int = 0  # of the steps since the last sync point: bit 1 for training mode, bit 0 for evaluation mode
     others: Sequence[str] = ()  # modules whose mode differed from the model's in the first of these steps
     sets_weights: bool = False  # the loop calls `set_batch_weight`
-    uneven: bool = False  # some batch of a loader had another weight than 1, which the strategy applies
+    uneven: bool = (
+        False  # some batch of the last loop over a loader had another weight than 1, which the strategy applies
+    )
     pending: bool = False  # the loop over the loader has ended before the step with its last gradients
     running: bool = False  # a method of the plain optimiser is running
     write: Callable[[StepRecord], None] | None = None  # writes the step's record, where the loop writes a run's files
@@ -154,7 +156,7 @@ class _Distributed:
             raise rules.error("a step is taken in an evaluation")
         if attachment.held != [[*map(id, group["params"])] for group in self.param_groups]:  # type: ignore[attr-defined]
             raise rules.error("parameters are put into a group by hand")
-        if attachment.uneven and current().loader is None and not attachment.pending:
+        if attachment.uneven and not attachment.pending:
             warnings.warn(
                 "Steps outside of the loop over hpcdist.shard's loader weight batches equally, kept ones too (a list, "
                 "itertools.cycle). Iterate over the loader, or call optimizer.set_batch_weight(n).", stacklevel=4,

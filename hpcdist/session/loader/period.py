@@ -63,21 +63,23 @@ def period(
         for strategy in strategies:
             strategy.records.keep()
         return
-    pauses = pauses_when_left
+    pauses, uneven = pauses_when_left, False
     for optimizer in optimizers:
         optimizer.strategy.model.refresh()
         optimizer.attachment.take_snapshot()
+        optimizer.attachment.uneven = False
     try:
         for batch, weight, ends_epoch, _ in batches:
-            for optimizer, strategy in zip(optimizers, strategies, strict=True):
+            uneven |= weight != 1.0
+            for strategy in strategies:
                 strategy.model.gradients.start_batch(weight, ends_epoch=ends_epoch)
-                optimizer.attachment.uneven |= weight != 1.0 and strategy.contract.weights_batches
             with strategies[0].comm.trace.span(f"step {strategies[0].steps + 1}", "step"):
                 yield batch
         pauses = True
     finally:
         for optimizer, strategy in zip(optimizers, strategies, strict=True):
             strategy.model.gradients.start_batch(None)
+            optimizer.attachment.uneven = uneven and strategy.contract.weights_batches
             optimizer.attachment.pending = bool(strategy.model.gradients.weights)
         for optimizer in optimizers if pauses else ():
             optimizer.strategy.pause()

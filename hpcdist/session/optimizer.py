@@ -159,7 +159,7 @@ class _Distributed:
         if attachment.uneven and not attachment.pending:
             warnings.warn(
                 "Steps outside of the loop over hpcdist.shard's loader weight batches equally, kept ones too (a list, "
-                "itertools.cycle). Iterate over the loader, or call optimizer.set_batch_weight(n).", stacklevel=4,
+                "itertools.cycle). Iterate over the loader, or call optimizer.set_batch_weight(n).", stacklevel=3,
             )  # fmt: skip
         attachment.pending = False
         if attachment.snapshot is not None and strategy.model.changes() != attachment.snapshot:

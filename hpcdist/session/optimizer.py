@@ -64,9 +64,7 @@ class Attachment:
     modes: int = 0  # of the steps since the last sync point: bit 1 for training mode, bit 0 for evaluation mode
     others: Sequence[str] = ()  # modules whose mode differed from the model's in the first of these steps
     sets_weights: bool = False  # the loop calls `set_batch_weight`
-    uneven: bool = (
-        False  # some batch of the last loop over a loader had another weight than 1, which the strategy applies
-    )
+    uneven: bool = False  # a batch of the last loop over a loader had another weight than 1
     pending: bool = False  # the loop over the loader has ended before the step with its last gradients
     running: bool = False  # a method of the plain optimiser is running
     write: Callable[[StepRecord], None] | None = None  # writes the step's record, where the loop writes a run's files

@@ -47,9 +47,7 @@ def relative_weight(counts: Tensor, rank: int) -> float:
 def period(
     optimizers: Sequence[Any], batches: Iterable[WeightedBatch], *, pauses_when_left: bool = False
 ) -> Iterator[Any]:
-    """Yield a worker's batches, set the weight of each, and pause the strategy after the last; on a server, serve.
-
-    A server yields nothing: it serves until all workers have paused.
+    """Yield a worker's batches, set each one's weight, pause the strategy after the last; on a server, serve till then.
 
     Args:
         optimizers: the distributed optimisers of the loop, with the same workers.

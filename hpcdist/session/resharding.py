@@ -121,8 +121,7 @@ class SavedState:
         same = self._ranks[0].at("about", "strategy") == name_of(strategy)
 
         def of_ranks(name: str) -> list[Any]:
-            workers_first = sorted(self._ranks, key=lambda rank: not rank.at("works", default=True))
-            values = (rank.at("strategy", name, default=self) for rank in workers_first)  # `self`: a rank has no value
+            values = (rank.at("strategy", name, default=self) for rank in self._ranks)  # `self`: a rank has no value
             return [value for value in values if value is not self]
 
         def slices(spec: StateSpec) -> Named:

@@ -156,8 +156,8 @@ class _Distributed:
             raise rules.error("parameters are put into a group by hand")
         if attachment.uneven and not attachment.pending:
             warnings.warn(
-                "Steps outside of the loop over hpcdist.shard's loader weight batches equally, kept ones too (a list, "
-                "itertools.cycle). Iterate over the loader, or call optimizer.set_batch_weight(n).", stacklevel=3,
+                "A step outside of the loop over hpcdist.shard's loader: batches count equally. Iterate over it, "
+                "not over kept batches (list, itertools.cycle); or call optimizer.set_batch_weight(n).", stacklevel=3,
             )  # fmt: skip
         attachment.pending = False
         if attachment.snapshot is not None and strategy.model.changes() != attachment.snapshot:

@@ -296,7 +296,7 @@ def _on_kept_batches(samples, kept, set_batch_weight=False):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run_virtual(body, 2)
-    return [str(each.message) for each in found if "kept ones too" in str(each.message)]
+    return [str(each.message) for each in found if "kept batches" in str(each.message)]
 
 
 def test_steps_on_batches_of_other_sizes_that_the_loop_has_kept_are_warned_of():

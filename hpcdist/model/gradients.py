@@ -201,11 +201,11 @@ class Gradients:
 
         Results of torch.autograd.grad stay: the loop may compute a loss from them (a penalty, an inner step).
         """
-        try:  # raises an error for a leaf in torch.autograd.grad
-            accumulates = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
-        except RuntimeError:
-            accumulates = False
-        if not (accumulates and self._needs_hooks):
+        try:
+            node = torch.autograd.graph.get_gradient_edge(parameter).node if self._needs_hooks else None
+            if node is None or not torch._C._will_engine_execute_node(node):
+                return None
+        except RuntimeError:  # a leaf in torch.autograd.grad
             return None
         (self._first.add if parameter.grad is None else self._first.discard)(id(parameter))
         return grad * self.weight if self.weight else torch.zeros_like(grad)  # zero times infinity is not zero

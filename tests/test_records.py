@@ -221,7 +221,7 @@ def test_a_summary_of_steps_without_samples_and_of_a_run_without_records():
 
 
 def test_a_summary_of_a_loop_that_counts_no_samples():
-    """All of its ranks are workers, and all records steps: also those that exchange nothing."""
+    """All ranks of the loop are workers, and each record is a step, also one without an exchange."""
     alone, together = StepRecord(1, computing_s=2.0), StepRecord(2, bytes_sent=90, messages_sent=4, waiting_s=1.0)
     skipped = StepRecord(3, event="skipped: a gradient was NaN")
     summary = summarise({0: [alone, together, skipped], 1: [alone, together, alone]}, workers=2, **GIVEN)

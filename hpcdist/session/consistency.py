@@ -35,7 +35,7 @@ _ROWS, _ENTRIES = 8, 1024  # number of rows, or entries, that are compared
 def start_epoch(optimizer: Any) -> None:
     """Collective. Reset the strategy from the model if the loop has changed its parameters since the last epoch.
 
-    Raises MismatchError if parameters or the optimiser's state must be equal and differ, or if a rank is elsewhere.
+    Raises MismatchError if parameters or optimiser states that must be equal differ, or a rank is not at this point.
     """
     strategy: Strategy = optimizer.strategy
     is_first, optimizer.attachment.epoch_started = not optimizer.attachment.epoch_started, True

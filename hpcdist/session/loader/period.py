@@ -47,7 +47,7 @@ def relative_weight(counts: Tensor, rank: int) -> float:
 def period(
     optimizers: Sequence[Any], batches: Iterable[WeightedBatch], *, pauses_when_left: bool = False
 ) -> Iterator[Any]:
-    """Yield a worker's batches, set each one's weight, pause the strategy after the last; on a server, serve till then.
+    """Yield a worker's batches, set their weights, pause the strategy after the last; a server serves until then.
 
     Args:
         optimizers: the distributed optimisers of the loop, with the same workers.
